@@ -41,16 +41,16 @@ if TYPE_CHECKING:
     from adapterswap.experiments.analysis.dominance import suggest_owners as suggest_owners
     from adapterswap.experiments.analysis.suggesting import Suggestion as Suggestion
     from adapterswap.experiments.analysis.suggesting import suggest as suggest
-    from adapterswap.experiments.evaluation.results import EvaluationResult as EvaluationResult
+    from adapterswap.experiments.evaluation import EvaluationResult as EvaluationResult
     from adapterswap.experiments.evaluation.subjects import evaluate as evaluate
-    from adapterswap.experiments.reporting.report import Report as Report
+    from adapterswap.experiments.reporting import Report as Report
     from adapterswap.experiments.reporting.writing import report as report
-    from adapterswap.experiments.sweeps.recipe import SweepRecipe as SweepRecipe
-    from adapterswap.experiments.sweeps.results import Run as Run
-    from adapterswap.experiments.sweeps.running import sweep as sweep
-    from adapterswap.experiments.training.recipe import TrainRecipe as TrainRecipe
-    from adapterswap.experiments.training.report import TrainReport as TrainReport
-    from adapterswap.experiments.training.run import train as train
+    from adapterswap.experiments.sweeps import Run as Run
+    from adapterswap.experiments.sweeps import SweepRecipe as SweepRecipe
+    from adapterswap.experiments.sweeps import sweep as sweep
+    from adapterswap.experiments.training import TrainRecipe as TrainRecipe
+    from adapterswap.experiments.training import TrainReport as TrainReport
+    from adapterswap.experiments.training import train as train
     from adapterswap.kit.errors import AdapterswapError as AdapterswapError
     from adapterswap.tools.attributing import Attribution as Attribution
     from adapterswap.tools.comparing import Comparison as Comparison
@@ -76,20 +76,20 @@ _HOME = {
     "Composition": "core.planning.composition",
     "Conversion": "tools.conversion",
     "Dominance": "experiments.analysis.dominance",
-    "EvaluationResult": "experiments.evaluation.results",
+    "EvaluationResult": "experiments.evaluation",
     "Exported": "engines.gguf.export",
     "Extraction": "tools.extraction",
     "Inspection": "tools.inspecting",
     "LiveComposer": "engines.live",
     "MergekitMerge": "core.planning.mergekit",
     "Plan": "core.planning.plan",
-    "Report": "experiments.reporting.report",
+    "Report": "experiments.reporting",
     "Rule": "core.planning.rules",
-    "Run": "experiments.sweeps.results",
+    "Run": "experiments.sweeps",
     "Suggestion": "experiments.analysis.suggesting",
-    "SweepRecipe": "experiments.sweeps.recipe",
-    "TrainRecipe": "experiments.training.recipe",
-    "TrainReport": "experiments.training.report",
+    "SweepRecipe": "experiments.sweeps",
+    "TrainRecipe": "experiments.training",
+    "TrainReport": "experiments.training",
     "Verification": "tools.extracted",
     "analyze": "experiments.analysis.analyzing",
     "compose": "core.planning.composing",
@@ -115,10 +115,10 @@ _HOME = {
     "soup": "core.planning.composing",
     "suggest": "experiments.analysis.suggesting",
     "suggest_owners": "experiments.analysis.dominance",
-    "sweep": "experiments.sweeps.running",
+    "sweep": "experiments.sweeps",
     "task_arithmetic": "core.planning.composing",
     "ties": "core.planning.composing",
-    "train": "experiments.training.run",
+    "train": "experiments.training",
     "verify": "tools.verification",
     "write_adapter": "core.writing.adapter",
 }

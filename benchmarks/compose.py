@@ -86,7 +86,7 @@ def truncation() -> None:
     import torch
     from peft import get_peft_model
 
-    from adapterswap.core.changes.joint import concatenate, truncate
+    from adapterswap.core.changes.joint import truncate
     from adapterswap.core.changes.reading import Factors
 
     for out, into in ((4096, 4096), (14336, 4096)):
@@ -100,7 +100,7 @@ def truncation() -> None:
         times = []
         for _ in range(5):
             start = time.perf_counter()
-            ours = truncate(concatenate(terms), rank=64)
+            ours = truncate(Factors.concatenated(terms), rank=64)
             times.append(time.perf_counter() - start)
         model = get_peft_model(
             torch.nn.Sequential(torch.nn.Linear(into, out, bias=False)), lora("0"), adapter_name="a0"

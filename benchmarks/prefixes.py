@@ -120,7 +120,7 @@ class Prefixes:
 
 def make_world(folder: Path) -> tuple[LiveComposer, Any]:
     """A random base with two random experts loaded, its tokenizer, and the task in folder/tasks."""
-    from adapterswap.core.model.loading import load_weights, open_base
+    from adapterswap.core.model.loading import OpenedBase
 
     random_llama(folder / "base", **SHAPE)
     byte_tokenizer().save_pretrained(folder / "base")
@@ -134,8 +134,8 @@ def make_world(folder: Path) -> tuple[LiveComposer, Any]:
             question, *choices = ("".join(random.choices(ascii_lowercase, k=k)) for k in (12, 2, 2))
             print(json.dumps({"question": question, "choices": choices, "label": 0}), file=file)
     (folder / "tasks" / "choice.yaml").write_text(TASK.format(file=file.name))
-    base = open_base(str(folder / "base"))
-    return LiveComposer.from_experts(load_weights(base, dtype="float32"), experts), base.tokenizer
+    base = OpenedBase.open(str(folder / "base"))
+    return LiveComposer.from_experts(base.load_weights(dtype="float32"), experts), base.tokenizer
 
 
 def compare(folder: Path, turns: int) -> dict[str, Any]:

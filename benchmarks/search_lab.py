@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from adapterswap.experiments.sweeps import CellResult, Run, prepare, read_run, read_sweep_recipe
+from adapterswap.experiments.sweeps import CellResult, Run, SweepRecipe, prepare
 from adapterswap.experiments.sweeps.grid import Assignment
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    prepared = prepare(read_sweep_recipe(options.folder / "recipe.yaml"))
-    run = read_run(options.folder / "whole")
+    prepared = prepare(SweepRecipe.read(options.folder / "recipe.yaml"))
+    run = Run.read(options.folder / "whole")
     swaps = [result for result in run.results if result.cell.family == "layer_swap"]
     whole = sum(documents_of(Assignment(result.cell), run) for result in swaps)
     best = chosen(swaps, run)

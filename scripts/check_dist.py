@@ -88,7 +88,7 @@ package = Path(adapterswap.__file__).parent
 assert checkout not in package.parents, f"the checkout was imported: {package}"
 assert adapterswap.__version__ == version("adapterswap"), (adapterswap.__version__, version("adapterswap"))
 assert (package / "py.typed").is_file()
-assert len(list(package.glob("experiments/lab/bases/*.safetensors"))) == 5
+assert len(list(package.glob("experiments/lab/shipped/*.safetensors"))) == 5
 assert len(list(package.glob("shipped_recipes/**/*.yaml"))) > 50
 names = {path.name for path in files("adapterswap")}
 assert names >= {"LICENSE", "NOTICE"}, names

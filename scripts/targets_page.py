@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.core.planning.targets import LIMITS, WORDS, Target
+from adapterswap.core.planning.targets import LIMITS, Target
 
 PAGE = Path(__file__).parent.parent / "docs" / "adapters.md"
 MARKS = "<!-- written by python scripts/targets_page.py -->\n", "<!-- end -->\n"
-COLUMNS = [target for target in WORDS if target not in Target.DIFF | Target.ANALYZE]
+COLUMNS = [target for target in Target if target not in Target.DIFF | Target.ANALYZE | Target.PLAN]
 
 
 def page(text: str) -> str:
@@ -20,7 +20,7 @@ def page(text: str) -> str:
         for column in COLUMNS:
             for target in limit.targets & (column | Target.PLAN):
                 cells[column] = limit.cells.get(target, "no")
-    table = [["", *(WORDS[column][0] for column in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
+    table = [["", *(column.called for column in COLUMNS)], ["---"] * (len(COLUMNS) + 1)]
     table += [[what, *(cells.get(column, "") for column in COLUMNS)] for what, cells in rows.items()]
     lines = "".join(f"| {' | '.join(cells)} |\n" for cells in table)
     return f"{before}{MARKS[0]}\n{lines}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"

@@ -193,7 +193,7 @@ def rivals(folder: Path, first: list[str], arguments: list[str], rounds: int, ov
 def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     """Many writers to one target, repeatedly: only one holds it at a time."""
     from adapterswap.kit.errors import AdapterswapError
-    from adapterswap.kit.files.folders import OutputKind, atomic_folder
+    from adapterswap.kit.files.folders import OutputKind
 
     kind = OutputKind(None, names=lambda: ["file"])
     inside = folder.parent / "inside"
@@ -203,7 +203,7 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             with (
                 contextlib.suppress(AdapterswapError),
-                atomic_folder(folder / "out", kind=kind, overwrite=True) as building,
+                kind.folder(folder / "out", overwrite=True) as building,
             ):
                 try:
                     os.close(os.open(inside, os.O_CREAT | os.O_EXCL))

@@ -282,10 +282,10 @@ class Subject:
     def _compare_with_safetensors(self) -> None:
         """The safetensors library can open what we accept, and sees the same tensors."""
         from adapterswap.kit.errors import AdapterswapError
-        from adapterswap.kit.files.tensorfile import read_header
+        from adapterswap.kit.files.tensorfile import TensorFile
 
         try:
-            ours = read_header(self.math / WEIGHTS)
+            ours = TensorFile.read(self.math / WEIGHTS)
         except AdapterswapError:
             return
         try:

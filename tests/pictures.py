@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from adapterswap.kit.drawing import style
+from adapterswap.kit.drawing import STYLE
 
 __all__ = ["check_figure", "check_files", "drawn_texts"]
 
@@ -22,7 +22,7 @@ def drawn_texts(figure: Any) -> dict[str, list[Any]]:
     """Every visible text → its bounding boxes, in pixels."""
     figure.set_dpi(200)
     canvas = FigureCanvasAgg(figure)
-    with style():
+    with STYLE.applied():
         canvas.draw()
         renderer = canvas.get_renderer()
         result: dict[str, list[Any]] = {}

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap import AdapterswapError
 from adapterswap.core.experts.adapter import compare_shapes
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.planning.composition import expert_name
 from adapterswap.engines.live import load_expert
 from adapterswap.kit.errors import Problems
@@ -130,7 +130,7 @@ def test_a_pointer_of_git_lfs_in_a_base(base: Callable[[str], Path], math: Path,
     folder = shutil.copytree(base("llama"), tmp_path / "base")
     (folder / name).write_text(POINTER)
     for call in (
-        lambda: open_base(str(folder)),
+        lambda: OpenedBase.open(str(folder)),
         lambda: adapterswap.open_checkpoint(folder),
         lambda: adapterswap.merge(math, folder, out_path=tmp_path / "out"),
     ):

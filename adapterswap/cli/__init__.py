@@ -40,7 +40,7 @@ from adapterswap.kit.errors import (
     printable,
     visible,
 )
-from adapterswap.kit.processes import TerminationHandler, is_first
+from adapterswap.kit.processes import Processes, TerminationHandler
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -230,7 +230,7 @@ class _Commands(click.Group):
             leave = partial(sys.exit, 128 + signal.SIGTERM)  # removes temporary folders
             signal.signal(signal.SIGTERM, TerminationHandler(leave))
         atexit.register(_skip_collection)
-        if not (sys.stderr.isatty() and is_first()):  # progress bars of libraries are for terminals only
+        if not (sys.stderr.isatty() and Processes.is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
         exit_code = NOT_DONE
         try:

@@ -22,14 +22,8 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.core import format_layers
-from adapterswap.core.model.layers import (
-    format_depth,
-    has_both_stacks,
-    stack_of,
-    stacked_layers_in_config,
-    within_layer,
-)
+from adapterswap.core import ModelConfig, format_layers
+from adapterswap.core.model.layers import ModuleName, format_depth, has_both_stacks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -134,7 +128,7 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
 
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
-    layers = stacked_layers_in_config(model.config)
+    layers = ModelConfig(model.config).stacked_layers
     depth = f", {format_depth(layers)} layers" if layers is not None else ""
     echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
     size, shards = human_bytes(inspection.nbytes), len(model.shards)
@@ -174,7 +168,9 @@ def _within(name: str, layer: int | None, has_stacks: bool) -> str:
     """The part of a name after its layer; in a model with two stacks, with the stack in front."""
     if layer is None:
         return name
-    return f"{stack_of(name)} {within_layer(name, layer)}" if has_stacks else within_layer(name, layer)
+    return (
+        f"{ModuleName(name).stack} {ModuleName(name).within(layer)}" if has_stacks else ModuleName(name).within(layer)
+    )
 
 
 @declare("slice")
@@ -199,18 +195,17 @@ def slice_command(
         stack: In a model with both stacks, keep the layers of this one only.  [default: both]
         base_model: The expert's base model, if it names none or another path.
     """
-    from adapterswap.core import COMPOSED, Form, open_adapter, prepare, slice_layers, write_prepared
-    from adapterswap.kit.files.folders import check_target
+    from adapterswap.core import COMPOSED, Form, open_adapter, prepare, slice_layers
 
     adapter = open_adapter(expert)
     plan = slice_layers(adapter, layers, stack=stack, num_layers=num_layers, base_model=base_model)
     with working("reading the expert"):
         prepared = prepare(plan, Form())
     if result.dry_run:
-        check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+        COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=plan.inputs)
     else:
         with working("writing"):
-            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+            prepared.write(result.out_path, overwrite=result.overwrite)
     adapted, kept = sum(bool(slot.terms) for slot in plan.modules.values()), plan.rules[0].layers
     nbytes, share = prepared.layout.nbytes, prepared.layout.nbytes / _loaded_bytes(adapter)
     content: dict[str, Any] = {"layers": kept, "modules": adapted, **({"stack": stack} if stack else {})}
@@ -362,7 +357,6 @@ def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
 
 
 def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
-    from adapterswap.tools.extraction import lost_lines
 
     heads = ("module", "layers", "rank", "‖ΔW‖", "error", "largest")
     print_rows(*heads, rows=_rows(extraction), left=3)
@@ -371,7 +365,7 @@ def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
         note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
     if extraction.unchanged:
         note(f"{len(extraction.unchanged)} modules equal the base and are left out")
-    for line in lost_lines(extraction):
+    for line in extraction.lost_lines():
         note(f"not in the adapter: {line}")
     worst = max(extraction.modules, key=lambda module: module.error)
     if max_error is None and worst.error > _TELLING_ERROR:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
-    from adapterswap.core import unusual
     from adapterswap.core.writing.cards import licences
 
     return {
@@ -50,7 +49,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
         "tensors" if plan.is_model else "modules": {slot.name: slot.coefficients for slot in plan},
-        "remarks": unusual(plan),
+        "remarks": plan.remarks,
         "notes": list(plan.notes),
         "companions": plan.companions.as_json(),
         "licenses": {name: licence and str(licence) for name, licence in licences(plan).items()},
@@ -59,10 +58,9 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
 
 def print_plan(plan: Plan, *remarks: str, companions: bool = True) -> None:
     """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
-    from adapterswap.core import strip, unusual
     from adapterswap.core.writing.cards import licence_warning, licences
 
-    echo(*strip(plan).splitlines(), *unusual(plan))
+    echo(*plan.strip.splitlines(), *plan.remarks)
     for remark in (*plan.notes, *remarks):
         note(remark)
     if (clash := licence_warning(licences(plan))) is not None:
@@ -121,8 +119,7 @@ def compose_command(
         layout: exact keeps every number; portable has one rank and scale 1, for any engine.
         names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
     """
-    from adapterswap.core import COMPOSED, Form, prepare, write_prepared
-    from adapterswap.kit.files.folders import check_target
+    from adapterswap.core import COMPOSED, Form, prepare
 
     form = Form(layout, max_rank, max_error, names)
     with working("opening the experts"):
@@ -136,21 +133,20 @@ def compose_command(
 
         write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
         return
-    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=plan.inputs)
     with truncating(plan, form) as advance:
         prepared = prepare(plan, form, advance)
     if not result.dry_run:
         with working("writing"):
-            write_prepared(prepared, result.out_path, overwrite=result.overwrite)
+            prepared.write(result.out_path, overwrite=result.overwrite)
     result.report(lambda: _adapter_as_json(prepared), lambda: _print_adapter(prepared))
 
 
 @contextmanager
 def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
     """Show the progress of truncating a plan's modules; yields what to call with the name of each."""
-    from adapterswap.core.writing.reduction import must_reduce
 
-    with progress_bar("truncating", sum(must_reduce(module, form) for module in plan)) as advance:
+    with progress_bar("truncating", sum(form.reduces(module) for module in plan)) as advance:
         yield lambda name: advance()
 
 
@@ -239,18 +235,18 @@ def write_full_weights(
     plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
 ) -> None:
     """Write a plan's full weights, unless it is a dry run, and print a summary."""
-    from adapterswap.core import COMPOSED, prepare_model, write_model
-    from adapterswap.kit.files.folders import check_inputs, check_target
+    from adapterswap.core import COMPOSED, prepare_model
+    from adapterswap.kit.files.folders import check_inputs
     from adapterswap.kit.files.text import expand
 
-    check_target(result.out_path, kind=COMPOSED, overwrite=result.overwrite, inputs=plan.inputs)
+    COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=plan.inputs)
     with working("preparing"):
         merged = prepare_model(plan, form, base_model)
     if result.dry_run:
         check_inputs(expand(result.out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
     else:
         with progress_bar("merging", len(merged.plan.slots)) as advance:
-            write_model(merged, result.out_path, device=device, overwrite=result.overwrite, progress=advance)
+            merged.write(result.out_path, device=device, overwrite=result.overwrite, progress=advance)
     result.report(lambda: _weights_as_json(merged), lambda: _print_weights(merged))
 
 
@@ -350,7 +346,7 @@ def export_command(
     """
     from adapterswap.core import Form
     from adapterswap.engines.gguf.export import check_gguf, write_gguf
-    from adapterswap.engines.gguf.layout import prepare_gguf
+    from adapterswap.engines.gguf.layout import PreparedGguf
 
     only_with("--pieces", pieces, "by")
     division = (by or "layer") if pieces else None
@@ -358,7 +354,7 @@ def export_command(
     plan = plan_of(path, request, base_model=base_model)
     check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
     with truncating(plan, form) as advance:
-        prepared = prepare_gguf(plan, form, advance)
+        prepared = PreparedGguf.of(plan, form, advance)
     exported = write_gguf(prepared, out_path, outtype=outtype, pieces=division, overwrite=overwrite, dry_run=dry_run)
     result = Writing(out_path, overwrite, dry_run, as_json)
     result.report(lambda: _gguf_as_json(prepared, exported), lambda: _print_gguf(prepared, exported))
@@ -386,7 +382,7 @@ def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
 def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     import shlex
 
-    from adapterswap.core.companions.companions import on_the_base
+    from adapterswap.core.companions.companions import CompanionPlan
 
     modules = sum(file.modules for file in exported.files)
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
@@ -394,7 +390,7 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
     base = prepared.plan.base_at_hand
     experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
-    for line in on_the_base(experts, None if base is None else base.folder):
+    for line in CompanionPlan.on_the_base(experts, None if base is None else base.folder):
         note(line)
     print_errors_of_rank(prepared.reduced)
     if (modelfile := exported.modelfile()) is not None:

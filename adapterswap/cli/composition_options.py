@@ -17,7 +17,7 @@ from adapterswap.cli.signature import Option, Options
 from adapterswap.core import Parameter, find_method, flag_of
 from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, Problems
-from adapterswap.kit.processes import is_first
+from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -205,21 +205,21 @@ def composition_from_options(
 def _from_recipe(recipe: str) -> Composition:
     """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
     from adapterswap.core import read_composition
-    from adapterswap.core.planning.mergekit import is_mergekit, read_mergekit
+    from adapterswap.core.planning.mergekit import MergekitMerge, read_mergekit
     from adapterswap.kit.files.yaml import find_recipe
 
     path = find_recipe(recipe, "compose")
-    return read_mergekit(path).composition if is_mergekit(path) else read_composition(path)
+    return read_mergekit(path).composition if MergekitMerge.is_at(path) else read_composition(path)
 
 
 def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
     """The dtype of full weights: from the option, or from a mergekit YAML at `path`."""
-    from adapterswap.core.planning.mergekit import mergekit_dtype
+    from adapterswap.core.planning.mergekit import MergekitMerge
     from adapterswap.kit.files.yaml import find_recipe
 
     if path is None or not path.endswith((".yaml", ".yml")):
         return requested
-    recipe_value = mergekit_dtype(find_recipe(path, "compose"))
+    recipe_value = MergekitMerge.dtype_in(find_recipe(path, "compose"))
     if requested is not None and recipe_value not in (None, requested):
         raise click.UsageError(
             f"The recipe sets the dtype {recipe_value}: remove it there, or leave out --dtype {requested}."
@@ -323,7 +323,7 @@ def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[st
     from adapterswap.core import BASE, expert_name, own_name
     from adapterswap.kit.files.text import is_folder
 
-    if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and is_first():
+    if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and Processes.is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}

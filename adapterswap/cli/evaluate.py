@@ -39,7 +39,7 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import Options, declare
-from adapterswap.kit.processes import is_first
+from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -158,7 +158,7 @@ def evaluate_command(
         dry_run: Check everything and print the first prompt, without loading weights.
     """
     from adapterswap.core import choose_device
-    from adapterswap.experiments.evaluation.subjects import prepare_evaluation
+    from adapterswap.experiments.evaluation.subjects import Evaluation
 
     plan = _plan(base_model, adapter, recipe, request)
     only_with("a composition", plan, "max_rank", "max_error")
@@ -167,22 +167,30 @@ def evaluate_command(
         if out_path is not None:
             raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
     _phase("reading the tasks")
-    with working("reading the tasks", shown=is_first()):
-        prepared = prepare_evaluation(
-            base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
-            max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
-        )  # fmt: skip
-    if is_first():
+    with working("reading the tasks", shown=Processes.is_first()):
+        prepared = Evaluation.prepare(
+            base_model,
+            tasks,
+            adapter=adapter,
+            plan=plan,
+            chat_template_from=chat_template_from,
+            max_rank=max_rank,
+            max_error=max_error,
+            settings=settings,
+            out_path=out_path,
+            overwrite=overwrite,
+        )
+    if Processes.is_first():
         for line in prepared.companions.prompt_lines:
             note(line)
-    if (date := prepared.settings.date) != settings.date and is_first():
+    if (date := prepared.settings.date) != settings.date and Processes.is_first():
         note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
     unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")
     if dry_run:
         choose_device(device)
-        if is_first():
+        if Processes.is_first():
             _dry_run(prepared, as_json)
         return
     if compare_engines:
@@ -219,7 +227,7 @@ def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dic
 
 def _phase(step: str) -> None:
     """Print the step that begins, in one process only."""
-    if is_first():
+    if Processes.is_first():
         note(step)
 
 
@@ -230,9 +238,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
     if prepared.plan is not None:
-        from adapterswap.core import strip
-
-        echo(*strip(prepared.plan).splitlines())
+        echo(*prepared.plan.strip.splitlines())
     heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")
     rows = [
         (

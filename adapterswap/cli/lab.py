@@ -102,14 +102,14 @@ def run_constructed(
     as_json: bool,
 ) -> None:
     """Run a scene on pico models."""
-    from adapterswap.experiments.lab import SCENES, plan_lab, run_lab
+    from adapterswap.experiments.lab import SCENES, plan_lab
 
     plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
     with _progress(seeds) as progress:
-        study = run_lab(plan, jobs=jobs, tell=progress.tell, finished=progress.finish)
+        study = plan.run(jobs=jobs, tell=progress.tell, finished=progress.finish)
     from adapterswap.experiments.lab.run import CAVEAT, results, tables
 
     if as_json:
@@ -123,7 +123,7 @@ def run_constructed(
 
 def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Run the scene on the pretrained model."""
-    from adapterswap.experiments.lab.french import french_tables, plan_french, run_french
+    from adapterswap.experiments.lab.french import plan_french
 
     plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
     if dry_run:
@@ -140,12 +140,12 @@ def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool
         return
     with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
         stages = _Stages(bars)
-        result = run_french(plan, tell=stages.tell)
+        result = plan.run(tell=stages.tell)
         stages.finish()
     if as_json:
         print_json({"dry_run": False, **result.to_json()})
     else:
-        print_table(*french_tables(result))
+        print_table(*result.tables())
     note_output(out_path, "report/report.html, results.json, the sweep, the base and the composition math+french")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 

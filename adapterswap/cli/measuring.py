@@ -55,22 +55,21 @@ def analyze_command(
     from adapterswap.core import open_checkpoint
     from adapterswap.experiments.analysis.analyzing import (
         ANALYSIS,
+        Analysis,
         analyze,
         count_matrices,
         inputs_of,
         open_experts,
-        read_analysis,
     )
-    from adapterswap.kit.files.folders import check_target
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
     if threshold is not None and not 0 <= threshold < float("inf"):
         raise click.UsageError(f"--threshold is {threshold:g}, but must be 0 or more.")
     if from_csv is not None:
-        analysis = read_analysis(from_csv)
+        analysis = Analysis.read(from_csv)
         if out_path is not None:
-            check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=[from_csv])
+            ANALYSIS.check(out_path, overwrite=overwrite, inputs=[from_csv])
             if not dry_run:
                 analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv])
     else:
@@ -78,7 +77,7 @@ def analyze_command(
         base = open_checkpoint(base_model) if base_model else None
         if dry_run:
             if out_path is not None:
-                check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs_of(opened, base))
+                ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
             _print_matrices(count_matrices(opened, base), as_json=as_json)
             return
         analysis = analyze(

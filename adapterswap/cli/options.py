@@ -21,7 +21,7 @@ from click.core import ParameterSource
 from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.kit.errors import AdapterswapError
-from adapterswap.kit.processes import Processes, count_processes, first_to_report, joined, leave
+from adapterswap.kit.processes import Processes, first_to_report
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -198,7 +198,7 @@ class Push(NamedTuple):
         """
         settings = {"private": private, "revision": revision, "commit_message": commit_message}
         if push_to_hub is not None:
-            from adapterswap.core.model.sources import check_repository
+            from adapterswap.cli.publishing import check_repository
 
             check_repository(push_to_hub)
         only_with("--push-to-hub", push_to_hub is not None, *settings)
@@ -208,7 +208,7 @@ class Push(NamedTuple):
         """Upload the folder, if --push-to-hub was passed, and print its address."""
         if self.repo is None:
             return
-        from adapterswap.core.model.sources import publish
+        from adapterswap.cli.publishing import publish
 
         with working("uploading"):
             url = publish(folder, self.repo, **self.settings)
@@ -269,10 +269,18 @@ def one_voice() -> Iterator[None]:
 
 @contextmanager
 def together(device: str) -> Iterator[Processes]:
-    """Join the other processes, if there are any, and leave them at the end: see `joined`."""
-    if count_processes() == 1:
+    """Join the other processes, if there are any, and leave them at the end: see `Processes.joined`."""
+    if Processes.started() == 1:
         yield Processes()
         return
-    with joined(device) as processes:
+    with Processes.joined(device) as processes:
         yield processes
     leave()
+
+
+def leave() -> None:
+    """Leave the group at the end of this process. A process that has left cannot join again."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -80,30 +80,29 @@ def serve_command(
     if is_llama and gguf is None:
         raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
     from adapterswap.engines.serving import Cache, read_manifest
-    from adapterswap.engines.serving.cache import default_cache
 
     if not (dry_run or is_llama):
         require("vllm")
-    manifest, store = read_manifest(experts_path), Cache(cache or default_cache())
+    manifest, store = read_manifest(experts_path), Cache(cache or Cache.default())
     if gguf is not None:
-        from adapterswap.engines.serving.llama_cpp import plan_llama, serve_llama
+        from adapterswap.engines.serving.llama_cpp import LlamaLaunch
         from adapterswap.engines.serving.pieces import PieceComposer
 
         pieces = PieceComposer(manifest, base_model, store, outtype or "f32")
-        llama = plan_llama(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
+        llama = LlamaLaunch.plan(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
         warned = [*pieces.unchecked, *filter(None, [llama.remark])]
         _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
-        note_dry_run("started") if dry_run else serve_llama(llama, pieces)
+        note_dry_run("started") if dry_run else llama.serve(pieces)
         return
     import os
 
     from adapterswap.core.planning.base import with_chains
     from adapterswap.engines.serving import NamedComposer
     from adapterswap.engines.serving.cache import content_hash
-    from adapterswap.engines.serving.vllm import plan_launch
+    from adapterswap.engines.serving.vllm import Launch
     from adapterswap.kit.errors import ExpertError, Problems
 
     composer = NamedComposer(manifest, base_model, store, None)
@@ -112,7 +111,7 @@ def serve_command(
         with problems.collect():
             experts[name] = composer.open(name)
     problems.raise_if_any()
-    launch = plan_launch(composer, experts, experts_path, engine_args)
+    launch = Launch.plan(composer, experts, experts_path, engine_args)
     chained = Problems()
     _, unchecked = with_chains(experts, manifest.chains, chained, recorded=False)
     chained.raise_if_any()  # a chain must not fail at its first request
@@ -183,8 +182,8 @@ def _show(
     as_json: bool,
 ) -> None:
     """Print what is served: one line at the start; otherwise also the engine's command and a request."""
-    from adapterswap.core.companions.companions import on_the_base
-    from adapterswap.core.model.sources import cached_base_folder
+    from adapterswap.core.companions.companions import CompanionPlan
+    from adapterswap.core.model.sources import Reference
     from adapterswap.engines.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
@@ -206,8 +205,8 @@ def _show(
     }
     for line in (*other_bases(lowest, composer.base_model), *unchecked):
         note(f"Warning: {line}")
-    for line in on_the_base(
-        {name: one.source.folder for name, one in experts.items()}, cached_base_folder(composer.base_model)
+    for line in CompanionPlan.on_the_base(
+        {name: one.source.folder for name, one in experts.items()}, Reference(composer.base_model).cached_folder
     ):
         note(line)
     if manifest.skipped:

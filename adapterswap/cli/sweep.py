@@ -42,7 +42,7 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.kit.processes import is_first
+from adapterswap.kit.processes import Processes
 from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
@@ -108,10 +108,9 @@ def sweep_command(
         dry_run: Check and count everything, without loading weights or writing files.
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
-    from adapterswap.core import choose_device, strip
+    from adapterswap.core import choose_device
     from adapterswap.experiments.evaluation.settings import parsed_arguments
-    from adapterswap.experiments.sweeps import prepare, read_sweep_recipe, remarks, summarize, sweep
-    from adapterswap.experiments.sweeps.recipe import with_rules
+    from adapterswap.experiments.sweeps import SweepRecipe, prepare, remarks, summarize, sweep
     from adapterswap.experiments.sweeps.recording import check_out_path
     from adapterswap.experiments.sweeps.running import estimate
     from adapterswap.kit.files.yaml import find_recipe
@@ -124,22 +123,22 @@ def sweep_command(
     short: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "engine": engine, "in_flight": in_flight}
     short |= {f"engine_args.{key}": json.dumps(value) for key, value in parsed_arguments(engine_args).items()}
     settings = with_short(overrides, {"base_model": base_model, **{f"settings.{key}": short[key] for key in short}})
-    sweep_recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), settings)
+    sweep_recipe = SweepRecipe.read(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
-        sweep_recipe = with_rules(sweep_recipe, named_experts(experts), parsed_rules(rules))
+        sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
     if not freeze:
         check_out_path(out_path, None, overwrite=overwrite)  # before anything is read, which may take long
-    with working("reading experts and tasks", shown=is_first()):
+    with working("reading experts and tasks", shown=Processes.is_first()):
         prepared = prepare(
             sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
         )
-    for line in prepared.notes if is_first() else ():
+    for line in prepared.notes if Processes.is_first() else ():
         note(line)
     if freeze:
         from adapterswap.experiments.sweeps.recording import freeze as register
 
         tested_methods = list(methods) or None
-        if is_first():
+        if Processes.is_first():
             content = register(prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run)
             summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
             print_json({"dry_run": dry_run, **summary}) if as_json else echo(content["sha256"])
@@ -149,14 +148,14 @@ def sweep_command(
         choose_device(device)
         recorded = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
         expected = estimate(prepared, recorded, tokens_per_second=tokens_per_second)
-        if is_first():
+        if Processes.is_first():
             if as_json:
-                strips = {cell.short: strip(plan) for cell, plan in _by_rules(prepared)}
+                strips = {cell.short: plan.strip for cell, plan in _by_rules(prepared)}
                 print_json({"dry_run": True, **expected.as_json(), "strips": strips})
             else:
                 _print_estimate(expected)
                 for cell, plan in _by_rules(prepared):
-                    echo("", cell.short, *strip(plan).splitlines())
+                    echo("", cell.short, *plan.strip.splitlines())
             note_dry_run("evaluated")
         return
     with together(device) as processes, _progress(shown=processes.main) as tell:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, one_voice, with_short
+from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, leave, one_voice, with_short
 from adapterswap.cli.printing import (
     human_bytes,
     is_quiet,
@@ -19,7 +19,7 @@ from adapterswap.cli.printing import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.kit.processes import is_first, leave
+from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
     from adapterswap.experiments.training import TrainEstimate, TrainRecipe, TrainReport
@@ -63,28 +63,28 @@ def train_command(
         overwrite: Replace an earlier output, and the checkpoints of an unfinished run.
         dry_run: Print the rows, steps and memory of the run, and train nothing.
     """
-    from adapterswap.experiments.training import estimate, read_train_recipe, train
+    from adapterswap.experiments.training import TrainRecipe, estimate, train
     from adapterswap.kit.files.yaml import find_recipe
 
     short = {"base_model": base_model, "start": start, "training.device": device, "training.dtype": dtype}
     seeds = {"training.seed": seed, "training.data_seed": seed}
-    run_recipe = read_train_recipe(find_recipe(recipe, "train"), with_short(overrides, {**short, **seeds}))
-    if run_recipe.selection and is_first():
+    run_recipe = TrainRecipe.read(find_recipe(recipe, "train"), with_short(overrides, {**short, **seeds}))
+    if run_recipe.selection and Processes.is_first():
         for line in run_recipe.selection.notes():
             note(line)
     how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "trust_task_code": trust_task_code}
     if dry_run:
         _check_output(run_recipe, out_path, overwrite=overwrite, resume=resume)
-        with working("reading rows", shown=is_first()):
+        with working("reading rows", shown=Processes.is_first()):
             expected = estimate(run_recipe, trust_task_code=trust_task_code)
         content = expected.to_json
     else:
         report = train(run_recipe, out_path=out_path, progress=not is_quiet(), **how)
         leave()
         content = report.to_json
-        if is_first():
+        if Processes.is_first():
             push.upload(report.path)
-    if not is_first():
+    if not Processes.is_first():
         return
     if as_json:
         print_json({"dry_run": dry_run, **content()})

@@ -21,17 +21,13 @@ if TYPE_CHECKING:
     from adapterswap.core.model.checkpoints import StoredTensor as StoredTensor
     from adapterswap.core.model.checkpoints import open_checkpoint as open_checkpoint
     from adapterswap.core.model.layers import Kind as Kind
+    from adapterswap.core.model.layers import ModelConfig as ModelConfig
     from adapterswap.core.model.layers import check_one_list as check_one_list
     from adapterswap.core.model.layers import format_layers as format_layers
     from adapterswap.core.model.layers import known_depth as known_depth
-    from adapterswap.core.model.layers import num_layers_in_config as num_layers_in_config
     from adapterswap.core.model.layers import parse_layers as parse_layers
     from adapterswap.core.model.loading import OpenedBase as OpenedBase
     from adapterswap.core.model.loading import choose_device as choose_device
-    from adapterswap.core.model.loading import generation_config as generation_config
-    from adapterswap.core.model.loading import load_weights as load_weights
-    from adapterswap.core.model.loading import open_base as open_base
-    from adapterswap.core.model.sources import identity_of as identity_of
     from adapterswap.core.planning.alignment import aligned as aligned
     from adapterswap.core.planning.base import check_base_weights as check_base_weights
     from adapterswap.core.planning.checks import check_names as check_names
@@ -49,26 +45,21 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.composition import expert_name as expert_name
     from adapterswap.core.planning.composition import own_name as own_name
     from adapterswap.core.planning.describe import error_text as error_text
-    from adapterswap.core.planning.describe import strip as strip
-    from adapterswap.core.planning.describe import unusual as unusual
     from adapterswap.core.planning.making import make_plan as make_plan
     from adapterswap.core.planning.making import merge_plan as merge_plan
     from adapterswap.core.planning.places import Place as Place
-    from adapterswap.core.planning.places import chains_of as chains_of
+    from adapterswap.core.planning.places import Places as Places
     from adapterswap.core.planning.plan import Plan as Plan
     from adapterswap.core.planning.rules import BASE as BASE
     from adapterswap.core.planning.rules import Rule as Rule
     from adapterswap.core.planning.targets import Target as Target
-    from adapterswap.core.planning.targets import check_expert as check_expert
     from adapterswap.core.writing.adapter import COMPOSED as COMPOSED
     from adapterswap.core.writing.adapter import prepare as prepare
     from adapterswap.core.writing.adapter import write_adapter as write_adapter
-    from adapterswap.core.writing.adapter import write_prepared as write_prepared
     from adapterswap.core.writing.outputs import Form as Form
-    from adapterswap.core.writing.records import adapter_source as adapter_source
+    from adapterswap.core.writing.records import SourceRecord as SourceRecord
     from adapterswap.core.writing.streaming import ModelForm as ModelForm
     from adapterswap.core.writing.weights import prepare_model as prepare_model
-    from adapterswap.core.writing.weights import write_model as write_model
 
 _HOME = {
     # Experts and bases
@@ -81,26 +72,22 @@ _HOME = {
     "Base": "model.base",
     "OpenedBase": "model.loading",
     "choose_device": "model.loading",
-    "generation_config": "model.loading",
-    "load_weights": "model.loading",
-    "open_base": "model.loading",
-    "identity_of": "model.sources",
     "aligned": "planning.alignment",
     # Layers
     "Kind": "model.layers",
+    "ModelConfig": "model.layers",
     "check_one_list": "model.layers",
     "format_layers": "model.layers",
     "known_depth": "model.layers",
-    "num_layers_in_config": "model.layers",
     "parse_layers": "model.layers",
     # Requests
     "Composition": "planning.composition",
     "Partition": "planning.composition",
     "Place": "planning.places",
+    "Places": "planning.places",
     "SIDES": "planning.composition",
     "Side": "planning.composition",
     "ZONES": "planning.composition",
-    "chains_of": "planning.places",
     "expert_name": "planning.composition",
     "own_name": "planning.composition",
     "BASE": "planning.rules",
@@ -120,22 +107,17 @@ _HOME = {
     "make_plan": "planning.making",
     "merge_plan": "planning.making",
     "Target": "planning.targets",
-    "check_expert": "planning.targets",
     "check_names": "planning.checks",
     "check_base_weights": "planning.base",
     "error_text": "planning.describe",
-    "strip": "planning.describe",
-    "unusual": "planning.describe",
     # Results
     "COMPOSED": "writing.adapter",
     "prepare": "writing.adapter",
     "write_adapter": "writing.adapter",
-    "write_prepared": "writing.adapter",
     "Form": "writing.outputs",
-    "adapter_source": "writing.records",
+    "SourceRecord": "writing.records",
     "ModelForm": "writing.streaming",
     "prepare_model": "writing.weights",
-    "write_model": "writing.weights",
 }
 
 __all__ = [*_HOME]

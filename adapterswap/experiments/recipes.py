@@ -5,7 +5,6 @@ Each kind of recipe is checked by the model of its fields. Never imports torch.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from ruamel.yaml.comments import CommentedMap
 
 from adapterswap.core import Composition, check_names
 from adapterswap.core.planning.checks import check_rules
-from adapterswap.experiments.sweeps.grid import composition_of, make_cells
-from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepRecipe, SweepTasks, target_groups
-from adapterswap.experiments.training.recipe import ROW_PATHS, TrainRecipe
+from adapterswap.experiments.sweeps import SweepRecipe
+from adapterswap.experiments.sweeps.grid import make_cells
+from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepTasks
+from adapterswap.experiments.training import TrainRecipe
+from adapterswap.experiments.training.recipe import ROW_PATHS
 from adapterswap.kit.errors import (
     AdapterswapError,
     CompositionError,
@@ -28,20 +29,10 @@ from adapterswap.kit.errors import (
     Problems,
     did_you_mean,
 )
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.plain import Plain
-from adapterswap.kit.files.yaml import (
-    MARKS,
-    Layer,
-    dump_yaml,
-    fragments_of,
-    load_layers,
-    read_content,
-    shipped_recipes,
-    writer,
-)
-from adapterswap.kit.files.yaml_text import round_trip
+from adapterswap.kit.files.yaml import MARKS, Layer, dump_yaml, read_content, shipped_recipes, with_names
 
 _DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
@@ -72,11 +63,11 @@ def _check_composition(composition: Composition) -> None:
 
 
 def _check_sweep(recipe: SweepRecipe) -> None:
-    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    target = {name: tuple(tasks) for name, tasks in recipe.target_groups().items()}
     num_layers = recipe.num_layers or _DEPTH
     problems = Problems(CompositionError)
     for cell in make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers).cells:
-        composition = composition_of(cell)
+        composition = cell.parsed
         if composition is not None:
             with problems.collect():
                 composition.rules(num_layers)
@@ -109,7 +100,7 @@ def list_recipes() -> list[ShippedRecipe]:
 
 def check_recipe(path: Path) -> str:
     """Check the recipe at `path` and return its kind: train, compose or sweep."""
-    layers = load_layers(path)
+    layers = Layer.of_recipe(path)
     keys = {key for layer in layers for key in layer.content}
     kinds = [name for name, mark in MARKS.items() if mark in keys]
     if len(kinds) != 1:
@@ -145,7 +136,7 @@ def _commented(
     mapping = CommentedMap(content)
     for key, value in content.items():
         here = (*location, key)
-        written = {writer(layers, place) for place in _leaves(value, here)}
+        written = {Layer.that_sets(layers, place) for place in _leaves(value, here)}
         if isinstance(value, dict) and len(written) > 1:
             mapping[key] = _commented(value, here, layers, names)
         else:
@@ -176,7 +167,7 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
             )
     problems.raise_if_any()
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
-    files = {layer.path for name in names for layer in load_layers(shipped[name])}
+    files = {layer.path for name in names for layer in Layer.of_recipe(shipped[name])}
     return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
 
 
@@ -201,9 +192,9 @@ def copy_recipes(
     files = standalone_copy(names)
     inputs = shipped_recipes().values()
     if dry_run:
-        check_target(folder, kind=COPIES, overwrite=overwrite, inputs=inputs)
+        COPIES.check(folder, overwrite=overwrite, inputs=inputs)
     else:
-        with atomic_folder(folder, kind=COPIES, overwrite=overwrite, inputs=inputs) as place:
+        with COPIES.folder(folder, overwrite=overwrite, inputs=inputs) as place:
             for name, text in files.items():
                 (place / name).parent.mkdir(parents=True, exist_ok=True)
                 (place / name).write_text(text, encoding="utf-8")
@@ -212,11 +203,4 @@ def copy_recipes(
 
 def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
     """The text of a shipped recipe, comments included, with relative paths in its `extends`."""
-    yaml, text = round_trip(), io.StringIO()
-    content = yaml.load(file.read_text(encoding="utf-8"))
-    if "extends" in content:
-        fragments = [places[fragment] for fragment in fragments_of(content, file)]
-        content["extends"] = [os.path.relpath(place, Path(places[file]).parent) for place in fragments]
-    yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
-    yaml.dump(content, text)
-    return text.getvalue()
+    return with_names(file, lambda fragment: os.path.relpath(places[fragment], Path(places[file]).parent))

@@ -12,6 +12,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,16 +23,61 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-COLUMN = 3.25  # inches: a column of ICML and NeurIPS' half width; ACL has 3.03
 FORMATS = ("pdf", "svg", "png")
-TEXT, SMALL, NOTE = 7.5, 7.0, 6.0  # points
-INK, GREY, LEAD = "#1a1a1a", "#6b6b6b", "#0b4f8a"
-HATCH = "//////"  # for cells without a number
 
 _NARROWEST, _WIDEST = 2.5, 20.0  # inches
 _DPI = 300
 _INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72.27, "bp": 1 / 72}
 _CUT = 3  # lines of a name, at most
+
+
+@dataclass(frozen=True)
+class Style:
+    """Widths, sizes of text and colours of all figures.
+
+    Attributes:
+        column: in inches: a column of ICML and NeurIPS' half width; ACL has 3.03.
+        text, small, note: in points.
+        ink, grey, lead: colours.
+        hatch: of cells without a number.
+    """
+
+    column: float = 3.25
+    text: float = 7.5
+    small: float = 7.0
+    note: float = 6.0
+    ink: str = "#1a1a1a"
+    grey: str = "#6b6b6b"
+    lead: str = "#0b4f8a"
+    hatch: str = "//////"
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Use our matplotlib settings inside the block, whatever the user's own settings are."""
+        import matplotlib as mpl
+        from matplotlib import rc_context
+
+        with rc_context():
+            mpl.rcdefaults()
+            mpl.rcParams.update({
+                "font.family": _fonts(), "font.size": self.text,
+                "axes.titlesize": self.text, "axes.labelsize": self.text,
+                "xtick.labelsize": self.small, "ytick.labelsize": self.small, "legend.fontsize": self.small,
+                "text.parse_math": False,  # names may hold dollars
+                "text.color": self.ink, "axes.labelcolor": self.ink, "axes.edgecolor": self.grey,
+                "xtick.color": self.grey, "ytick.color": self.grey,
+                "xtick.labelcolor": self.ink, "ytick.labelcolor": self.ink,
+                "axes.linewidth": 0.6, "lines.linewidth": 1.2, "lines.markersize": 3.5, "hatch.linewidth": 0.5,
+                "hatch.color": self.grey, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5,
+                "ytick.major.size": 2.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+                "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
+                "svg.fonttype": "path",  # outlines, since a reader may lack the font
+                "svg.hashsalt": "adapterswap", "axes.unicode_minus": True, "axes.formatter.useoffset": False,
+            })  # fmt: skip
+            yield
+
+
+STYLE = Style()
 
 
 class Look(NamedTuple):
@@ -72,30 +118,6 @@ def column_width(value: str | float) -> float:
     return inches
 
 
-@contextmanager
-def style() -> Iterator[None]:
-    """Use our matplotlib settings inside the block, whatever the user's own settings are."""
-    import matplotlib as mpl
-    from matplotlib import rc_context
-
-    with rc_context():
-        mpl.rcdefaults()
-        mpl.rcParams.update({
-            "font.family": _fonts(), "font.size": TEXT, "axes.titlesize": TEXT, "axes.labelsize": TEXT,
-            "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL,
-            "text.parse_math": False,  # names may hold dollars
-            "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GREY, "xtick.color": GREY,
-            "ytick.color": GREY, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
-            "axes.linewidth": 0.6, "lines.linewidth": 1.2, "lines.markersize": 3.5, "hatch.linewidth": 0.5,
-            "hatch.color": GREY, "xtick.major.width": 0.6, "ytick.major.width": 0.6, "xtick.major.size": 2.5,
-            "ytick.major.size": 2.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-            "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
-            "svg.fonttype": "path",  # outlines, since a reader may lack the font
-            "svg.hashsalt": "adapterswap", "axes.unicode_minus": True, "axes.formatter.useoffset": False,
-        })  # fmt: skip
-        yield
-
-
 def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
@@ -120,7 +142,7 @@ def as_bytes(figure: Figure, suffix: str) -> bytes:
         "png": {"Software": None},
     }
     buffer = io.BytesIO()
-    with style():
+    with STYLE.applied():
         figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata[suffix])
     return buffer.getvalue()
 
@@ -132,11 +154,11 @@ def tidy(axes: Any, *, grid: str | None = None) -> None:
         axes.set_axisbelow(True)
 
 
-def hatch(axes: Any, x: float, y: float, colour: str = GREY, **more: Any) -> None:
+def hatch(axes: Any, x: float, y: float, colour: str = STYLE.grey, **more: Any) -> None:
     """Hatch the cell around (x, y) of a heat map, as it has no number: a score of 0 would look different."""
     from matplotlib.patches import Rectangle
 
-    look: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": HATCH, "linewidth": 0, **more}
+    look: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": STYLE.hatch, "linewidth": 0, **more}
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
 
 

@@ -25,16 +25,6 @@ _PATIENCE = 0.5  # seconds between two checks of the store, at most
 _meetings = count(1)  # how often this process has met all others
 
 
-def count_processes() -> int:
-    """How many processes the launcher started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first() -> bool:
-    """Whether this is the process of the run that prints. Works before the processes have joined."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 @dataclass(frozen=True)
 class TerminationHandler:
     """What this process does on SIGTERM; a process that a library forks from it ends at once, as by default.
@@ -128,49 +118,52 @@ class Processes:
             time.sleep(pause)
             pause = min(2 * pause, _PATIENCE)
 
+    @staticmethod
+    def started() -> int:
+        """How many processes the launcher started."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
 
-@contextmanager
-def joined(device: str) -> Iterator[Processes]:
-    """Join the other processes of the run, if there are any; the group remains until `leave`.
+    @staticmethod
+    def is_first() -> bool:
+        """Whether this is the process of the run that prints. Works before the processes have joined."""
+        return os.environ.get("RANK", "0") == "0"
 
-    Args:
-        device: what each process computes on: auto, cpu, cuda or another device that torch knows. If there are several
-            of a kind, each process gets its own, and torch's current device is set to it.
-    """
-    import torch
-    from accelerate import PartialState
+    @staticmethod
+    @contextmanager
+    def joined(device: str) -> Iterator[Processes]:
+        """Join the other processes of the run, if there are any; the group remains until `leave`.
 
-    cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
-    if ":" in device and count_processes() > 1:
-        raise ArgumentError(
-            f"{count_processes()} processes were started, but {device} is a single device",
-            "Use auto, cuda or cpu",
-            parameter="device",
-        )
-    processes = Processes(PartialState(cpu=cpu))
-    if processes.count != count_processes():
-        raise ArgumentError(
-            f"{count_processes()} processes were started, but they cannot join on the device {device!r}",
-            "Use cuda with a GPU for each process, or cpu",
-            parameter="device",
-        )
-    try:
-        yield processes
-    except RuntimeError as error:
-        if processes.count > 1 and _is_of_a_peer(error):
-            raise RunError(
-                f"Process {processes.rank} lost its connection to the others: {' '.join(str(error).split())[:200]}",
-                "Check their output for what ended them, then run the same command again (train: with `resume=True`)",
-            ) from None
-        raise
+        Args:
+            device: what each process computes on: auto, cpu, cuda or another device that torch knows. If there are
+                several of a kind, each process gets its own, and torch's current device is set to it.
+        """
+        import torch
+        from accelerate import PartialState
 
-
-def leave() -> None:
-    """Leave the group at the end of this process. A process that has left cannot join again."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
+        if ":" in device and Processes.started() > 1:
+            raise ArgumentError(
+                f"{Processes.started()} processes were started, but {device} is a single device",
+                "Use auto, cuda or cpu",
+                parameter="device",
+            )
+        processes = Processes(PartialState(cpu=cpu))
+        if processes.count != Processes.started():
+            raise ArgumentError(
+                f"{Processes.started()} processes were started, but they cannot join on the device {device!r}",
+                "Use cuda with a GPU for each process, or cpu",
+                parameter="device",
+            )
+        try:
+            yield processes
+        except RuntimeError as error:
+            if processes.count > 1 and _is_of_a_peer(error):
+                raise RunError(
+                    f"Process {processes.rank} lost its connection to the others: {' '.join(str(error).split())[:200]}",
+                    "Check their output for what ended them, then run the same command again "
+                    "(train: with `resume=True`)",
+                ) from None
+            raise
 
 
 def _is_of_a_peer(error: RuntimeError) -> bool:
@@ -184,7 +177,7 @@ def first_to_report() -> bool:
 
     An error before the processes have joined is the same in all of them; the first process of each machine prints it.
     """
-    if count_processes() == 1:
+    if Processes.started() == 1:
         return True
     import torch
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import LowRank, Whole, of_kind
 from adapterswap.core.changes.locating import Located, locate_all
-from adapterswap.core.changes.reading import Factors, read_factors, read_rows
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, open_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import format_layers
@@ -31,10 +31,10 @@ from adapterswap.core.planning.making import base_of, merge_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.outputs import map_in_threads
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
-from adapterswap.kit.files.numbers import open_files, row_ranges
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype, row_ranges
+from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.beside import Beside, beside_adapter, beside_model
 from adapterswap.tools.comparing import equal_bytes
 
@@ -297,7 +297,7 @@ def _low_rank(
     expert: str, change: LowRank, file: int, dtype: str
 ) -> Callable[[int, int, Numbers], tuple[Numbers, Numbers]]:
     """ΔW of LoRA by rows. Its factors, and their product, may have been rounded to the precision of the result."""
-    factors = read_factors(expert, file, change.lora)
+    factors = Factors.read(expert, file, change.lora)
     stored = factors.T if change.transposed else factors
     unit = max(2.0 ** -_DIGITS[one] for one in (dtype, change.lora.dtype))
     error = 4 * unit + (change.lora.rank + 2) * 2.0**-24  # A, B, B·A and s·B·A are rounded; sums, in float32
@@ -321,7 +321,7 @@ def _replaced(
     """ΔW of a weight that replaces the base's, by rows."""
 
     def read(start: int, stop: int, own: Numbers) -> tuple[Numbers, Numbers]:
-        theirs = _wide(read_rows(expert, change, files, start, stop), dtype)
+        theirs = _wide(change.read_rows(expert, files, start, stop), dtype)
         return theirs - own, _half_unit(theirs, dtype)
 
     return read
@@ -344,8 +344,8 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
             given = {expert: changes[name] for expert, changes in located.items() if name in changes}
 
             def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
-                target = read_rows(folder.name, Whole.of(ours.path, ours.tensor), files, start, stop)
-                own = read_rows(base.name, kept, files, start, stop)
+                target = Whole.of(ours.path, ours.tensor).read_rows(folder.name, files, start, stop)
+                own = kept.read_rows(base.name, files, start, stop)
                 return _wide(target, dtype), _wide(own, dtype)
 
             def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
@@ -443,7 +443,7 @@ def _pairs(
                     stored[name] = stored[other]
     added, missing = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
     both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
-    plain = {name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*FLOATS}}
+    plain = {name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*Dtype.FLOATS}}
     odd = [
         name
         for name, (our, their) in both.items()
@@ -469,7 +469,7 @@ def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 
 def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
     """Check whether an adapter is the sum of others that is stated."""
-    plan = resolve(plan).plan
+    plan = Resolved.of(plan).plan
     experts = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
     for name, expert in {"the adapter": adapter, **experts}.items():
         if expert.opaque or expert.saved or any(module.parameter for module in expert.modules.values()):
@@ -491,7 +491,7 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
                                   files[experts[expert].file.path], "F32")
                 for expert, module in given.items()
             }  # fmt: skip
-            factors = None if ours is None else read_factors("the adapter", files[adapter.file.path], ours)
+            factors = None if ours is None else Factors.read("the adapter", files[adapter.file.path], ours)
             lengths = factors and _lengths(factors)
             unit = 0.0 if ours is None else 4.0 * 2.0 ** -_DIGITS[ours.dtype]
 
@@ -673,7 +673,7 @@ def attribute(
     base = open_checkpoint(base_model) if plan is None and base_model else base_of(plan, base_model) if plan else None
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
-    plan = plan and resolve(plan).plan
+    plan = plan and Resolved.of(plan).plan
     model = open_checkpoint(folder, what="model")
     places = {name: expert.source.folder for name, expert in plan.experts.items()} if plan else {}
     beside = beside_model(model, base, places)

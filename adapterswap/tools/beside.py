@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from adapterswap.core.companions.companions import CompanionPlan, Companions, Kind, decide
-from adapterswap.core.companions.config import compare_configs
+from adapterswap.core.companions.companions import CompanionPlan, Companions, Kind
+from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.companions.generation import differing_settings
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import HEADS, language_config
+from adapterswap.core.model.layers import HEADS, ModelConfig
 
 _TIED = "tie_word_embeddings"
 
@@ -42,10 +42,10 @@ class Beside:
 def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Path]) -> Beside:
     """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
     rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
-    plan = decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
+    plan = CompanionPlan.decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
     # A stored head is compared with the weights. A base is dequantized before it is merged with.
     ignoring = ("quantization_config", *([_TIED] if _stores_a_head_of_its_own(folder) else []))
-    found = compare_configs(folder.config, base.config, ignoring=ignoring)
+    found = ConfigDifferences.between(folder.config, base.config, ignoring=ignoring)
     result = Beside()
     if found:
         text = found.text("the folder", "the base")
@@ -59,13 +59,13 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
 def _stores_a_head_of_its_own(folder: Checkpoint) -> bool:
     """Whether a config unties the head and the weights hold it, as they must where an expert changed only one of the
     two."""
-    unties = any(config.get(_TIED) is False for config in (folder.config, language_config(folder.config)))
+    unties = any(config.get(_TIED) is False for config in (folder.config, ModelConfig(folder.config).language))
     return unties and any(part.module.rpartition(".")[2] in HEADS for part in folder.parameters.values())
 
 
 def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
     """The same for an adapter, which has no config."""
-    return _others(folder, decide(experts))
+    return _others(folder, CompanionPlan.decide(experts))
 
 
 def _others(folder: Path, plan: CompanionPlan) -> Beside:

@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.joint import Joint, cosine
-from adapterswap.core.changes.reading import read_matrices
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
-from adapterswap.core.companions.config import compare_configs
+from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter, open_expert
-from adapterswap.core.model.layers import STACKS, Kind, stack_of
-from adapterswap.core.model.sources import cached_base_config, same_base
+from adapterswap.core.model.layers import STACKS, Kind, ModuleName
+from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.core.planning.alignment import aligned
-from adapterswap.core.planning.targets import Target, check_expert
+from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.outputs import map_in_threads
 from adapterswap.kit.errors import AdapterswapError, ExpertError, UnsupportedError, check_type
-from adapterswap.kit.files.numbers import open_files, read_bytes, read_elements, row_ranges
-from adapterswap.kit.files.tensorfile import Tensor
+from adapterswap.kit.files.numbers import row_ranges
+from adapterswap.kit.files.tensorfile import Tensor, open_files
 
 _PLACES = ("no", *STACKS)  # the order of the first words of layers' names
 
@@ -152,10 +152,10 @@ class Comparison:
 
         If both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
         """
-        stacks = {stack_of(module.name): None for module in self.modules if module.layer is not None}
+        stacks = {ModuleName(module.name).stack: None for module in self.modules if module.layer is not None}
         layers: dict[str, list[Difference]] = {}
         for module in self.modules:
-            stack = f"{stack_of(module.name)} " if len(stacks) > 1 else ""
+            stack = f"{ModuleName(module.name).stack} " if len(stacks) > 1 else ""
             layers.setdefault("no layer" if module.layer is None else f"{stack}{module.layer}", []).append(module)
         names = list(layers) if len(stacks) == 1 else sorted(layers, key=lambda name: _PLACES.index(name.split()[0]))
         return tuple(total(layers[name], name) for name in names)
@@ -205,8 +205,8 @@ def _beside(one: Adapter, other: Adapter) -> Iterator[str]:
     first, second = one.config.base_model, other.config.base_model
     if first is not None and second is not None and not same_base(first, second):
         yield f"the adapters name different bases, {first} and {second}"
-        ours, theirs = cached_base_config(first), cached_base_config(second)
-        if ours is not None and theirs is not None and (found := compare_configs(ours, theirs)):
+        ours, theirs = Reference(first).cached_config, Reference(second).cached_config
+        if ours is not None and theirs is not None and (found := ConfigDifferences.between(ours, theirs)):
             yield f"the configs of their bases compute differently: {found.text(first, second)}"
     for line in Companions(one.source.folder).remarks(Companions(other.source.folder)):
         yield f"the adapters' {line}"
@@ -219,7 +219,7 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     except AdapterswapError as error:
         raise error.recast(parameter=parameter) from None
     if isinstance(opened, Adapter):
-        check_expert(opened, opened.name, Target.DIFF)
+        Target.DIFF.check_expert(opened, opened.name)
         return opened
     raise UnsupportedError(
         f"{reference} is a full checkpoint, but `diff` compares adapters",
@@ -241,7 +241,9 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
             pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
             present = [(adapter, module) for adapter, module in pair if module is not None]
             _check_shapes(name, [module.shape for _, module in present])
-            factors = [read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present]
+            factors = [
+                Factors.read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present
+            ]
             module, matrices = present[0][1], []
             for joint in map(Joint, zip(*factors, strict=True)):
                 if len(present) == 1:
@@ -275,7 +277,7 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
                     read = (
-                        read_elements(part.name, files[part.file.path], saved.tensors[parameter], start, stop)
+                        saved.tensors[parameter].read_elements(part.name, files[part.file.path], start, stop)
                         for part, saved in held
                     )
                     blocks = [block.astype(np.float64) for block in read]
@@ -294,7 +296,7 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
 def equal_bytes(one: Tensor, one_file: int, other: Tensor, other_file: int) -> bool:
     """Whether two tensors of any dtype are the same; their files are open."""
     return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-        np.array_equal(read_bytes(one_file, one, *cut), read_bytes(other_file, other, *cut))
+        np.array_equal(one.read_bytes(one_file, *cut), other.read_bytes(other_file, *cut))
         for cut in row_ranges(one.nbytes, _BLOCK)
     )
 

@@ -19,20 +19,20 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter, read_adapter
+from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter
 from adapterswap.core.experts.config import version_of
 from adapterswap.core.experts.gates import CHANGING_INITS
-from adapterswap.core.experts.keys import TRAINABLE_TOKENS, factor_key, parameter_key
+from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import recorded_layers
-from adapterswap.core.model.sources import CONFIG, WEIGHTS, Source, at_revision, find_source, recorded_base
+from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
 from adapterswap.core.planning.base import least_depth, named_base
 from adapterswap.core.planning.composing import whole_rules
 from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.adapter import COMPOSED, prepare, write_prepared
+from adapterswap.core.writing.adapter import COMPOSED, prepare
 from adapterswap.core.writing.layout import Shape, adapter_config, most_common
 from adapterswap.core.writing.loadable import with_written_names
 from adapterswap.core.writing.outputs import Form
@@ -47,9 +47,9 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     reason_of,
 )
-from adapterswap.kit.files.folders import check_target, scratch_folder
+from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import exists, expand, read_json, shown, write_json
 from adapterswap.tools.comparing import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
@@ -74,7 +74,7 @@ def _write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
     with safe_open(folder / WEIGHTS, "pt") as file:
         tensors: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     save_file(tensors, out / WEIGHTS)
-    adapter = read_adapter(Source(out, str(folder)))
+    adapter = Adapter.read(Source(out, str(folder)))
     fused = [module for module in adapter.modules.values() if module.experts > 1]
     if not _is_swapped(fused, adapter.container, base):
         return False
@@ -204,15 +204,15 @@ def convert(
     """
     if names not in (None, "transformers4", "transformers5"):
         raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
-    if dtype is not None and dtype not in FLOAT_NAMES:
-        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
+    if dtype is not None and dtype not in Dtype.NAMES:
+        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(Dtype.NAMES)}", parameter="dtype")
     if saved_rank is not None and (type(saved_rank) is not int or saved_rank < 1):
         raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
-    stored = FLOAT_NAMES[dtype] if dtype else None
+    stored = Dtype.NAMES[dtype] if dtype else None
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
     base_model = None if base_model is None else str(base_model)
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[adapter, base_model])
-    source = find_source(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
+    COMPOSED.check(out_path, overwrite=overwrite, inputs=[adapter, base_model])
+    source = Source.find(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         kind = _kind(folder)
@@ -226,7 +226,7 @@ def convert(
             folder = current
         if kind == "LORA":
             try:
-                opened, approximated = read_adapter(replace(source, folder=folder)), {}
+                opened, approximated = Adapter.read(replace(source, folder=folder)), {}
             except AdapterswapError as error:
                 raise error.recast(parameter="adapter") from None
         else:
@@ -240,7 +240,7 @@ def convert(
             cut.mkdir()
             folder = _under_current_names(replace(source, folder=folder), place / "named", base_model)
             approximated = _cut(folder, cut, form, base_model, progress)
-            opened = read_adapter(replace(source, folder=cut))
+            opened = Adapter.read(replace(source, folder=cut))
             form = replace(form, max_rank=None, max_error=None)
         if saved_rank is not None and opened.tokens:
             raise UnsupportedError(
@@ -256,9 +256,9 @@ def convert(
             approximated |= write_lowered(
                 opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
             )
-            opened = read_adapter(replace(source, folder=lowered))
+            opened = Adapter.read(replace(source, folder=lowered))
         opened = replace(
-            opened, source=source, base_fingerprints=recorded_base(source.folder),
+            opened, source=source, base_fingerprints=Records(source.folder).base(),
             kept_layers=recorded_layers(source.folder, [(part.name, part.layer) for part in opened.parts.values()]),
         )  # fmt: skip
         expert = expert_name(adapter, {}, "expert")
@@ -293,14 +293,12 @@ def convert(
             return record.model_copy(update={"experts": experts, "conversion": conversion})
 
         trial = dry_run or max_error is not None  # errors are known only after the files are written
-        written = write_prepared(
-            prepared, target if trial else out_path, overwrite=overwrite and not trial, amend=amend
-        )
+        written = prepared.write(target if trial else out_path, overwrite=overwrite and not trial, amend=amend)
         modules = _measured(opened, open_adapter(written), prepared.plan.slots, approximated)
         conversion_result = Conversion(expand(out_path), kind, pickled, modules)
         _check_errors(conversion_result, max_error)
         if trial and not dry_run:
-            write_prepared(prepared, out_path, overwrite=overwrite, amend=amend)
+            prepared.write(out_path, overwrite=overwrite, amend=amend)
     return conversion_result
 
 
@@ -382,10 +380,10 @@ def _asking_for_the_base(base_model: str | None) -> Iterator[None]:
 def _under_current_names(source: Source, out: Path, base_model: str | None) -> Path:
     """The adapter's folder, or a copy in `out` with the base's names if its own are older, which PEFT may not know."""
     try:
-        plan = _plan_of(read_adapter(source), "expert", base_model)
+        plan = _plan_of(Adapter.read(source), "expert", base_model)
         if with_written_names(plan) is plan:
             return source.folder
-        return write_prepared(prepare(plan, Form()), out)
+        return prepare(plan, Form()).write(out)
     except AdapterswapError:  # of a kind that cannot be composed, or without a base to compare names with
         return source.folder
 
@@ -399,7 +397,7 @@ def _cut(
     config = read_json(folder / CONFIG)
     base_name = config.get("base_model_name_or_path")
     reference = _base_of(base_name, config.get("revision"), base_model)
-    base = find_source(reference, WEIGHT_FILES, what="base model")
+    base = Source.find(reference, WEIGHT_FILES, what="base model")
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
     modules: dict[str, ConvertedModule] = {}
@@ -412,13 +410,13 @@ def _cut(
             continue
         made, shape, (a, b) = lower(change.name, change.delta, True, dtype, rank=form.max_rank, error=form.max_error)
         modules[change.name], shapes[change.name] = made, shape
-        tensors[factor_key(change.name, "A", embedding=False)] = a
-        tensors[factor_key(change.name, "B", embedding=False)] = b
+        tensors[ModuleKeys(change.name).factor("A", embedding=False)] = a
+        tensors[ModuleKeys(change.name).factor("B", embedding=False)] = b
     if not modules:
         raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
     for name, tensor in loaded.saved.items():
         module, _, parameter = name.rpartition(".")
-        tensors[parameter_key(module, parameter, wrapped=module in modules)] = tensor.float().numpy()
+        tensors[ModuleKeys(module).parameter(parameter, wrapped=module in modules)] = tensor.float().numpy()
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(
@@ -433,7 +431,7 @@ def _cut(
 
 def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
-    return named_base(base_model or (at_revision(base_name, revision) if isinstance(base_name, str) else None))
+    return named_base(base_model or (Reference(base_name).at(revision) if isinstance(base_name, str) else None))
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.reading import Factors, read_difference
-from adapterswap.core.experts.keys import factor_key
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Weight, empty_model
 from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.outputs import OutputTensor, Spool
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError
-from adapterswap.kit.files.numbers import decode, encode, finite_bytes, read_elements
+from adapterswap.kit.files.numbers import Dtype
 from adapterswap.tools.pairing import LeftOutWeight, WeightMatrix, WeightPair
 
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time
@@ -100,17 +100,17 @@ class Cut:
         """The tensors as they are written, kept in `spool` until then."""
         for key, values in self.tensors():
             rows, columns = values.shape
-            data = spool.add(encode(np.asarray(values, np.float32), self.dtype), (rows, columns))
+            data = spool.add(Dtype(self.dtype).pack(np.asarray(values, np.float32)), (rows, columns))
             yield OutputTensor(key, self.dtype, (rows, columns), None, data=data)
 
 
 def name_tensors(weight: Weight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
     """A (rank×in) and B (out×rank) under PEFT's names; a tied head has the embedding's, transposed."""
-    yield factor_key(weight.name, "A", embedding=weight.embedding), a
-    yield factor_key(weight.name, "B", embedding=weight.embedding), b
+    yield ModuleKeys(weight.name).factor("A", embedding=weight.embedding), a
+    yield ModuleKeys(weight.name).factor("B", embedding=weight.embedding), b
     for head in weight.tied:
-        yield factor_key(head, "A", embedding=False), b.T
-        yield factor_key(head, "B", embedding=False), a.T
+        yield ModuleKeys(head).factor("A", embedding=False), b.T
+        yield ModuleKeys(head).factor("B", embedding=False), a.T
 
 
 def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:
@@ -128,8 +128,8 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
         return None
     result = approximate(delta, rank=form.rank, error=form.max_error, device=form.device)
     dtype = form.dtype or matrix.full.tensor.dtype
-    a, b = (finite_bytes(values, dtype, matrix.weight.name) for values in (result.factors.a, result.factors.b))
-    written = Factors(decode(a, dtype, result.factors.a.shape), decode(b, dtype, result.factors.b.shape))
+    a, b = (Dtype(dtype).finite_bytes(values, matrix.weight.name) for values in (result.factors.a, result.factors.b))
+    written = Factors(Dtype(dtype).unpack(a, result.factors.a.shape), Dtype(dtype).unpack(b, result.factors.b.shape))
     error = _distance(delta, written, form.device) / norm
     return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
 
@@ -154,7 +154,7 @@ def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tu
     total = 0.0
     for start in range(0, max(sizes), _BLOCK):
         blocks = [
-            read_elements(name, files[stored.path], stored.tensor, start, min(start + _BLOCK, size))
+            stored.tensor.read_elements(name, files[stored.path], start, min(start + _BLOCK, size))
             for name, stored, size in zip(names, both, sizes, strict=False)
             if start < size
         ]

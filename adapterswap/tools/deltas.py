@@ -21,16 +21,17 @@ from adapterswap.core.changes.kinds import Whole, of_kind
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors, read_difference
 from adapterswap.core.experts.adapter import Adapter, and_more
-from adapterswap.core.experts.keys import canonical_key, factor_key, part_key
-from adapterswap.core.model.base import Weight, base_at
+from adapterswap.core.experts.keys import ModuleKeys, canonical_key
+from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.dequantizing import load_dense
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
-from adapterswap.core.writing.layout import Shape, adapter_config, written_scale
+from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, reason_of
-from adapterswap.kit.files.numbers import decode, finite_bytes, open_files
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import read_json, write_json
 
 
@@ -88,7 +89,7 @@ CONVERTIBLE = (
 
 # The settings that say how PEFT starts a module; False means at random.
 _INITS = ("init_weights", "init_lora_weights", "init_ia3_weights")
-_MODULES = part_key("", "").removesuffix(".")  # before the names of modules
+_MODULES = ModuleKeys("").part("").removesuffix(".")  # before the names of modules
 # A trained bias of the base, not one of PEFT's own tensors (`lora_B.bias`).
 _BASE_BIAS = re.compile(r"(?<!\.lora_A)(?<!\.lora_B)\.bias$")
 
@@ -199,7 +200,7 @@ def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str
 
     random_start = any(config.get(key) is False for key in _INITS)
     modules = model.get_base_model().named_modules()
-    layers = [part_key(name, "") for name, module in modules if isinstance(module, BaseTunerLayer)]
+    layers = [ModuleKeys(name).part("") for name, module in modules if isinstance(module, BaseTunerLayer)]
     shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
     for key in (key.replace(".default", "") for key in missing):
         layer = next((layer for layer in layers if key.startswith(layer)), None)
@@ -220,7 +221,7 @@ def _saved(model: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            whole = part_key(name, "")
+            whole = ModuleKeys(name).part("")
             saved |= {key.removeprefix(_MODULES): stored[key] for key in stored if key.startswith(whole)}
     biases = {key.removeprefix(_MODULES).replace(".base_layer", ""): key for key in stored if _BASE_BIAS.search(key)}
     return saved | {name: stored[key] for name, key in biases.items()}
@@ -250,8 +251,8 @@ def write_lowered(
     for weight, delta in _changes(adapter, base):
         module, shape, (a, b) = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
         lowered[weight.name], shapes[weight.name] = module, shape
-        tensors[factor_key(weight.name, "A", embedding=weight.embedding)] = _torch(a, dtype)
-        tensors[factor_key(weight.name, "B", embedding=weight.embedding)] = _torch(b, dtype)
+        tensors[ModuleKeys(weight.name).factor("A", embedding=weight.embedding)] = _torch(a, dtype)
+        tensors[ModuleKeys(weight.name).factor("B", embedding=weight.embedding)] = _torch(b, dtype)
     _write(tensors, out / WEIGHTS)
     content = adapter_config(
         shapes, config.rank, config.alpha, rslora=config.rslora, base_model=config.base_model,
@@ -269,10 +270,10 @@ def lower(
     norm = float(np.linalg.norm(delta.astype(np.float64)))
     cut = approximate(delta, rank=rank, error=error)
     a, b = (
-        decode(finite_bytes(values, dtype, name), dtype, values.shape)
+        Dtype(dtype).unpack(Dtype(dtype).finite_bytes(values, name), values.shape)
         for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
     )
-    shape = Shape(a.shape[0], *written_scale(a.shape[0], rslora, 1.0))
+    shape = Shape.of_scale(a.shape[0], rslora, 1.0)
     lost = float(np.linalg.norm((delta - Factors.scaled(a, b, shape.scale, name).rows()).astype(np.float64)))
     return ConvertedModule(name, shape.rank, norm, lost / norm), shape, (a, b)
 
@@ -288,7 +289,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
         base = base.dequantized()
     stored, located, _ = locate_all({names[0]: adapter}, base, problems)
     problems.raise_if_any()
-    weights = base_at(base.source.folder, base.name, to_adapt=True)
+    weights = Base.at(base.source.folder, base.name, to_adapt=True)
     places = located[names[0]]
     full = of_kind(Whole, {key: place.change for key, place in places.items()})
     with open_files([adapter.file, *base.shards]) as files:

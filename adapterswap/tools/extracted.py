@@ -8,23 +8,25 @@ computed again.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from adapterswap.core.changes.reading import Factors, read_factors
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.companions.companions import Kind as CompanionKind
 from adapterswap.core.experts.adapter import Adapter, open_adapter
-from adapterswap.core.model.checkpoints import Checkpoint, hashed, open_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
-from adapterswap.core.writing.outputs import cores, torch_threads
-from adapterswap.core.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord, shards_source
+from adapterswap.core.writing.outputs import torch_threads
+from adapterswap.core.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord
 from adapterswap.kit.errors import ArgumentError, Problems
-from adapterswap.kit.files.folders import CARD, LIST, PRINTS, files_in, prints_of
+from adapterswap.kit.files.folders import CARD, OutputKind, files_in
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.numbers import open_files
+from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair
 
@@ -88,7 +90,7 @@ def contradicting(*sources: SourceRecord | None) -> bool:
 def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     """A note about files in a result's folder that its record does not list, if there are any."""
     found = [path.relative_to(folder).as_posix() for path in files_in(folder)]
-    listed = content.get(LIST, found)
+    listed = content.get(OutputKind.LIST, found)
     added = sorted(name for name in found if name not in listed and not name.startswith("."))
     return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
 
@@ -108,12 +110,12 @@ def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str
 
     A card may be edited, and quotes those of the sources, which may have been edited since.
     """
-    recorded = content.get(PRINTS)
+    recorded = content.get(OutputKind.PRINTS)
     card = {CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else {}
     return {name: one for name, one in prints.items() if name != CARD} | card
 
 
-_KEYS = {*ExtractionRecord.model_fields, LIST, PRINTS}
+_KEYS = {*ExtractionRecord.model_fields, OutputKind.LIST, OutputKind.PRINTS}
 _WRITTEN = _KEYS - {"slice"}  # always written
 _REQUEST = ExtractionRequest.model_fields.keys()
 
@@ -169,7 +171,7 @@ def verify_extracted(
 def _sources_differ(opened: Mapping[str, Checkpoint], content: Mapping[str, Any]) -> tuple[str, ...]:
     """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
     recorded = content["extraction"]
-    found = {name: shards_source(checkpoint, {}).content() for name, checkpoint in opened.items()}
+    found = {name: SourceRecord.of_shards(checkpoint, {}).content() for name, checkpoint in opened.items()}
     return () if all(marked(recorded[name]) == marked(found[name]) for name in found) else ("extraction",)
 
 
@@ -181,8 +183,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
     if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
         differing_keys.append("extraction")
-    if content.get(LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
-        differing_keys.append(LIST)
+    if content.get(OutputKind.LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
+        differing_keys.append(OutputKind.LIST)
     layers, origin = record.extraction.layers, record.extraction.full.origin
     inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
     if content.get("slice") != (inherited if layers is None else {"layers": layers}):
@@ -192,8 +194,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         differing_keys.append("unchanged")
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
-    if content.get(PRINTS) != reprinted(content, prints_of(folder, [WEIGHTS])):
-        differing_keys.append(PRINTS)
+    if content.get(OutputKind.PRINTS) != reprinted(content, OutputKind.prints_of(folder, [WEIGHTS])):
+        differing_keys.append(OutputKind.PRINTS)
     beside = {kind: _FULL for kind in get_args(CompanionKind) if Companions(folder).has(kind)}
     added_later = added_files(folder, content) and record.companions.items() <= beside.items()
     if record.companions != beside and not added_later:
@@ -247,7 +249,7 @@ def _other_changes(
     unchanged = []
     if record.num_layers != matched.num_layers:
         unfounded.append("num_layers")
-    with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads(cores() - 1):
+    with open_files([*full.shards, *base.shards, adapter.file]) as files, torch_threads():
 
         def as_recorded(name: str) -> bool:
             recorded, matrix = record.extracted.get(name), matrices.get(name)
@@ -279,6 +281,17 @@ def _other_changes(
 def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) -> Iterator[Factors]:
     """The adapter's factors of a weight, then those of each tied head, transposed."""
     file = files[adapter.file.path]
-    yield read_factors(adapter.name, file, adapter.modules[matrix.weight.name])
+    yield Factors.read(adapter.name, file, adapter.modules[matrix.weight.name])
     for head in matrix.weight.tied:
-        yield read_factors(adapter.name, file, adapter.modules[head]).T
+        yield Factors.read(adapter.name, file, adapter.modules[head]).T
+
+
+@contextmanager
+def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
+    """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
+        try:
+            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
+        finally:
+            worker.shutdown(wait=False, cancel_futures=True)

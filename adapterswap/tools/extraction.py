@@ -15,36 +15,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap import __version__
-from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import read_tokens
-from adapterswap.core.model.base import base_at
-from adapterswap.core.model.checkpoints import hashed, open_checkpoint
+from adapterswap.core.model.base import Base
+from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, Kind
 from adapterswap.core.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
-from adapterswap.core.writing.cards import escaped, licence_of, loading
-from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name, most_common, written_scale
-from adapterswap.core.writing.outputs import OutputTensor, Spool, cores, torch_threads
+from adapterswap.core.writing.cards import extracted_card
+from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name, most_common
+from adapterswap.core.writing.outputs import OutputTensor, Spool, torch_threads
 from adapterswap.core.writing.records import (
     ExtractedModule,
     ExtractionRecord,
     ExtractionRequest,
     LeftOut,
     SliceRecord,
-    shards_source,
-    with_fingerprints,
+    SourceRecord,
 )
 from adapterswap.core.writing.tensors import write_computed
 from adapterswap.kit.errors import ArgumentError, ExpertError
-from adapterswap.kit.files.folders import CARD, atomic_folder, check_target, files_in
+from adapterswap.kit.files.folders import CARD, files_in
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import expand_text, write_json
-from adapterswap.kit.files.yaml import dump_yaml
 from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
+from adapterswap.tools.extracted import hashed
 from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
 
 
@@ -141,6 +140,17 @@ class Extraction:
         }
         return {reason: (len(norms), _norm(norms) / total) for reason, norms in groups.items()}
 
+    def lost_lines(self) -> list[str]:
+        """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
+        lines = []
+        for reason, (count, share) in self.lost_by_reason.items():
+            names = _shortened(parameter.name for parameter in self.lost if parameter.reason == reason)
+            shown = ", ".join(names[:_NAMES]) + (
+                f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else ""
+            )
+            lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
+        return lines
+
 
 def _shortened(names: Iterable[str]) -> list[str]:
     """Names that differ only in numbers written as one, such as `model.layers.*.mlp.router.weight`."""
@@ -163,8 +173,8 @@ def _request(
 ) -> ExtractionRequest:
     """The request for the record; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
     return ExtractionRequest(
-        full=shards_source(pair.full, hashes[0]),
-        base=with_fingerprints(shards_source(pair.base, hashes[1]), pair.base.source),
+        full=SourceRecord.of_shards(pair.full, hashes[0]),
+        base=SourceRecord.of_shards(pair.base, hashes[1]).with_fingerprints(pair.base.source),
         rank=form.rank,
         max_error=form.max_error,
         layers=selection.layers,
@@ -213,7 +223,7 @@ def companions_of(pair: WeightPair) -> CompanionPlan:
     """The companions of the adapter: the fine-tune's, unless its tokenizer has tokens that the base has no row for."""
     folder = pair.full.source.folder
     rows = [parameter.tensor.shape[0] for parameter in pair.base.parameters.values() if parameter.has_tokens]
-    decided = decide({"full": folder}, beside=pair.base.source.folder)
+    decided = CompanionPlan.decide({"full": folder}, beside=pair.base.source.folder)
     tokens = read_tokens(folder)
     if tokens and rows and max(tokens) >= min(rows):
         return decided.without_tokenizer()
@@ -225,7 +235,7 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
     ranks = {m.name: m.rank for m in extraction.modules}
     weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
     ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
-    shapes = {name: Shape(rank, *written_scale(rank, True, 1.0)) for name, rank in ranks.items()}
+    shapes = {name: Shape.of_scale(rank, True, 1.0) for name, rank in ranks.items()}
     rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     base = pair.base.source
     return adapter_config(
@@ -243,46 +253,14 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
 
 def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
     """The model card: what the adapter was cut out of, its error, and what is missing."""
-    model = base_at(pair.base.source.folder, pair.base.name, to_adapt=True)
-    model_class = model.class_name if model.is_multimodal else "AutoModelForCausalLM"
-    front = {
-        **({"base_model": base} if base and "/" in base else {}),
-        "library_name": "peft",
-        **(licence.front() if (licence := licence_of(pair.full.source.folder)) else {}),
-        "tags": ["adapterswap", "lora"],
-    }
-    rows = "\n".join(_row(f"layer {layer}" if layer is not None else "no layer", extraction.modules, layer)
-                     for layer in dict.fromkeys(m.layer for m in extraction.modules))  # fmt: skip
-    lost = "".join(f"- {escaped(line)}\n" for line in lost_lines(extraction))
-    return f"""---
-{dump_yaml(front).strip()}
----
-
-# {escaped(pair.full.source.name)} as an adapter
-
-An rsLoRA adapter for {escaped(str(base))}, cut out of the full fine-tune {escaped(pair.full.name)} with
-adapterswap {__version__}. Its relative error is {extraction.error:.4f} over the weights that it adapts, and
-{extraction.whole_error:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
-
-| | modules | rank | relative error |
-|---|---|---|---|
-{rows}
-{f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{lost}" if lost else ""}
-## Use
-
-{loading(config, base, task_type="CAUSAL_LM", model_class=model_class)}
-`adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
-"""
-
-
-def lost_lines(extraction: Extraction) -> list[str]:
-    """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
-    lines = []
-    for reason, (count, share) in extraction.lost_by_reason.items():
-        names = _shortened(parameter.name for parameter in extraction.lost if parameter.reason == reason)
-        shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else "")
-        lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
-    return lines
+    model = Base.at(pair.base.source.folder, pair.base.name, to_adapt=True)
+    layers = dict.fromkeys(module.layer for module in extraction.modules)
+    return extracted_card(
+        pair.full, base, config, model_class=model.class_name if model.is_multimodal else "AutoModelForCausalLM",
+        errors=(extraction.error, extraction.whole_error),
+        rows=[_row("no layer" if one is None else f"layer {one}", extraction.modules, one) for one in layers],
+        lost=extraction.lost_lines(),
+    )  # fmt: skip
 
 
 def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:
@@ -344,10 +322,10 @@ def extract(
         UnsupportedError: a checkpoint is quantized, or has dtypes without arithmetic; the base has an encoder and a
             decoder; PEFT cannot adapt the selected modules.
     """
-    if dtype is not None and dtype not in FLOAT_NAMES:
-        raise ArgumentError(f"Unknown dtype {dtype!r}", f"Choose from {', '.join(FLOAT_NAMES)}", parameter="dtype")
-    form = CutForm(rank, max_error, FLOAT_NAMES[dtype] if dtype else None, _device(device))
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=[full, base_model])  # before a download
+    if dtype is not None and dtype not in Dtype.NAMES:
+        raise ArgumentError(f"Unknown dtype {dtype!r}", f"Choose from {', '.join(Dtype.NAMES)}", parameter="dtype")
+    form = CutForm(rank, max_error, Dtype.NAMES[dtype] if dtype else None, _device(device))
+    COMPOSED.check(out_path, overwrite=overwrite, inputs=[full, base_model])  # before a download
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
     check_base_weights({opened[0].name: opened[0].base_fingerprints}, opened[1].source)
     check_base_name(str(base_model))
@@ -363,7 +341,7 @@ def extract(
     if dry_run:
         return _carry_out(matched, form, progress)
     with (
-        atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=inputs) as folder,
+        COMPOSED.folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
         hashed(opened) as hashes,
     ):
         spool, tensors = Spool(folder), list[OutputTensor]()
@@ -394,7 +372,7 @@ def _carry_out(
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
     extracted, unchanged, lost = [], [], []
-    with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads(cores() - 1):
+    with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads():
         for count, matrix in enumerate(matched.matrices, start=1):
             factors = cut(matrix, form, files, names)
             if factors is None:

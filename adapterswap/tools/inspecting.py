@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import (
-    Kind,
-    depth_of,
-    kind_of,
-    layer_container,
-    layer_of,
-    stacked_layers_in_config,
-    stacks_in,
-)
-from adapterswap.core.model.sources import PROVENANCE, read_training
-from adapterswap.engines.gguf.reading import GgufAdapter, GgufModule, is_gguf, open_gguf
+from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, depth_of, layer_container, stacks_in
+from adapterswap.core.model.sources import PROVENANCE, Records
+from adapterswap.engines.gguf.reading import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
 from adapterswap.kit.files.tensorfile import Tensor
 from adapterswap.kit.files.text import exists
@@ -116,7 +108,7 @@ class Inspection:
         if not isinstance(self.expert, GgufAdapter):
             return [(part.name, part.layer, part.kind) for part in self.parts]
         container = layer_container(record.modules)
-        return [(name, layer_of(name, container), kind_of(name)) for name in record.modules]
+        return [(name, ModuleName(name).layer(container), ModuleName(name).kind) for name in record.modules]
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data: what `adapterswap inspect --json` prints."""
@@ -168,7 +160,7 @@ class Inspection:
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
             "model_type": model.config.get("model_type"),
-            "num_layers": stacked_layers_in_config(model.config),
+            "num_layers": ModelConfig(model.config).stacked_layers,
             "parameters": self.num_parameters,
             "bytes": self.nbytes,
             "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],
@@ -229,8 +221,8 @@ def inspect(path: str | Path) -> Inspection:
             cannot be read.
     """
     check_type(path, (str, Path), "path", "Pass a local folder or a Hub id such as org/name")
-    if is_gguf(path):
-        adapter = open_gguf(path)
+    if GgufFile.is_gguf(path):
+        adapter = GgufAdapter.open(path)
         return Inspection(adapter, adapter.record)
     try:
         expert = open_expert(path)
@@ -240,7 +232,7 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _trained_from(folder: Path) -> str | None:
-    if exists(folder / PROVENANCE) or "start" not in read_training(folder):
+    if exists(folder / PROVENANCE) or "start" not in Records(folder).training():
         return None
     from adapterswap.core.writing.records import origin_of
 

@@ -12,24 +12,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adapterswap.core.changes.copies import is_one_weight, stored_weight
+from adapterswap.core.changes.copies import Comparable
 from adapterswap.core.changes.kinds import Whole
-from adapterswap.core.companions.config import ConfigDifferences, compare_configs, pads_only_to_generate
+from adapterswap.core.companions.config import ConfigDifferences, pads_only_to_generate
 from adapterswap.core.experts.adapter import compare_shapes
-from adapterswap.core.model.base import Base, Weight, base_at
+from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import (
     NO_LAYER,
+    ModelConfig,
+    ModuleName,
     before_layers,
     check_one_list,
     format_layers,
     known_depth,
-    language_config,
-    layer_of,
-    num_layers_in_config,
     parse_layers,
 )
-from adapterswap.core.planning.rules import selects
+from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -38,8 +37,8 @@ from adapterswap.kit.errors import (
     Problems,
     UnsupportedError,
 )
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import open_files
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Side:
 
 def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether one is a language model of the type that the other contains, by their configs."""
-    parts = [language_config(checkpoint.config) for checkpoint in (one, other)]
+    parts = [ModelConfig(checkpoint.config).language for checkpoint in (one, other)]
     alone = [part is checkpoint.config for part, checkpoint in zip(parts, (one, other), strict=True)]
     kinds = [part.get("model_type") for part in parts]
     return sum(alone) == 1 and kinds[0] is not None and kinds[0] == kinds[1]
@@ -85,17 +84,18 @@ def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
 
 def read_side(checkpoint: Checkpoint) -> Side:
     """Read a model's names and ties."""
-    base = base_at(checkpoint.source.folder, checkpoint.name, to_adapt=True)
+    base = Base.at(checkpoint.source.folder, checkpoint.name, to_adapt=True)
     check_one_list(checkpoint.name, base)
     stored = {base.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
     weights, parameters = dict(base.by_parameter), dict(base.parameters)
     for name, weight in base.by_parameter.items():
         for head in weight.tied:
             both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
-            if len(both) < 2 or any(one.tensor.dtype not in FLOATS for one in both):
+            if len(both) < 2 or any(one.tensor.dtype not in Dtype.FLOATS for one in both):
                 continue
             with open_files(checkpoint.shards) as files:
-                if is_one_weight(*(stored_weight(one.tensor, files[one.path]) for one in both)):
+                ours, copy = (Comparable.of(one.tensor, files[one.path]) for one in both)
+                if ours.is_one_with(copy):
                     continue
             weights[name] = replace(weight, tied=())
             weights[f"{head}.weight"] = Weight(
@@ -124,7 +124,7 @@ def expected_name(name: str, ours: Side, theirs: Side) -> str:
 def is_outside(name: str, ours: Side, theirs: Side) -> bool:
     """Whether our parameter `name` is certainly not the language model's, such as a vision tower's."""
     containers = (ours.checkpoint.container, ours.base.container)
-    if any(layer_of(name, container) is not None for container in containers):
+    if any(ModuleName(name).layer(container) is not None for container in containers):
         return False
     if name not in ours.parameters:  # transformers does not load it
         return ours.base.find_parameter(name, ours.checkpoint.container) is None
@@ -162,7 +162,7 @@ class Selection:
             return self.embeddings
         if self.layers is not None and weight.layer not in parse_layers(self.layers):
             return False
-        return not self.modules or any(selects(module, weight.name, weight.kind) for module in self.modules)
+        return not self.modules or any(Rule.selects(module, weight.name, weight.kind) for module in self.modules)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def pair(
     used with the base's.
     """
     try:
-        num_layers = num_layers_in_config(base.config)
+        num_layers = ModelConfig(base.config).num_layers
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
     tuned_side, side = _sides(full, base)
@@ -287,9 +287,9 @@ def config_differences(full: Checkpoint, base: Checkpoint) -> ConfigDifferences:
     """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
     configs = parts = [checkpoint.config for checkpoint in (full, base)]
     if parts[0].get("model_type") != parts[1].get("model_type"):
-        parts = [language_config(config) for config in parts]
+        parts = [ModelConfig(config).language for config in parts]
     padding = ("pad_token_id",) if all(map(pads_only_to_generate, configs)) else ()
-    return compare_configs(*parts, ignoring=("tie_word_embeddings", *padding))
+    return ConfigDifferences.between(*parts, ignoring=("tie_word_embeddings", *padding))
 
 
 def _check_configs(full: Checkpoint, base: Checkpoint) -> None:
@@ -343,7 +343,7 @@ def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> It
     """
     for key, parameter in checkpoint.parameters.items():
         name = name_of(key)
-        if name is not None or parameter.tensor.dtype in FLOATS:
+        if name is not None or parameter.tensor.dtype in Dtype.FLOATS:
             yield name or key, parameter
 
 
@@ -432,7 +432,7 @@ def _check_selection(selection: Selection, full: Checkpoint, side: Side, num_lay
         )
     inside = [weight for weight in side.weights.values() if weight.layer is not None]
     for module in selection.modules:
-        if selection.layers == NO_LAYER or not any(selects(module, weight.name, weight.kind) for weight in inside):
+        if selection.layers == NO_LAYER or not any(Rule.selects(module, weight.name, weight.kind) for weight in inside):
             ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
             problems.add(
                 f"`modules` {module!r} matches nothing",
@@ -455,11 +455,11 @@ def _check_tying(weight: Weight) -> None:
 
 def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], problems: Problems) -> bool:
     """Whether all weights are floating point. Each has its checkpoint and the name of its argument in `extract`."""
-    wrong = [entry for entry in weights if entry[0].tensor.dtype not in FLOATS]
+    wrong = [entry for entry in weights if entry[0].tensor.dtype not in Dtype.FLOATS]
     for weight, checkpoint, parameter in wrong:
         problems.add(
             f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
-            f"Save it as {', '.join(FLOATS)}",
+            f"Save it as {', '.join(Dtype.FLOATS)}",
             parameter=parameter,
             kind=UnsupportedError,
         )

@@ -25,19 +25,17 @@ from adapterswap.core.model.sources import (
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,
+    Records,
+    Reference,
     Source,
-    at_revision,
     base_fingerprints,
     check_format,
-    find_source,
     public_name,
-    read_training,
-    recorded_base,
 )
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.rules import BASE, Rule
-from adapterswap.core.writing.adapter import prepare, write_prepared
+from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.records import (
     CompositionRecord,
@@ -45,20 +43,16 @@ from adapterswap.core.writing.records import (
     ExtractionRecord,
     Record,
     SourceRecord,
-    adapter_source,
-    base_source,
-    composition_record,
     parse_record,
 )
 from adapterswap.engines.gguf.export import write_gguf
-from adapterswap.engines.gguf.layout import prepare_gguf
-from adapterswap.engines.gguf.reading import REMEDY, GgufFile, is_gguf, open_gguf
+from adapterswap.engines.gguf.layout import PreparedGguf
+from adapterswap.engines.gguf.reading import REMEDY, GgufAdapter, GgufFile
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
-from adapterswap.kit.files.folders import CARD, LIST, PRINTS, prints_of, scratch_folder
+from adapterswap.kit.files.folders import CARD, OutputKind, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.models import validate
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import TensorFile, read_header
+from adapterswap.kit.files.tensorfile import TensorFile, open_files
 from adapterswap.kit.files.text import exists, expand, is_folder, read_json
 from adapterswap.tools.attributing import Attribution, attribute, check_precision
 from adapterswap.tools.comparing import equal_bytes
@@ -70,7 +64,7 @@ _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the reco
 
 def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model: str | None) -> Verification:
     """Export the sources again and compare every tensor, the metadata and the record. A piece is compared alone."""
-    opened = open_gguf(path)
+    opened = GgufAdapter.open(path)
     record, content = opened.record, opened.content
     if content is not None:
         check_format(content.get("format"), opened.source, parameter="path")
@@ -91,8 +85,8 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         raise ExpertError(f"This version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
-        write_gguf(prepare_gguf(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
-        rewritten = open_gguf(again)
+        write_gguf(PreparedGguf.of(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
+        rewritten = GgufAdapter.open(again)
         ours = {file.piece: file for file in opened.files}
         theirs = {file.piece: file for file in rewritten.files}
         if not is_folder(opened.source):
@@ -184,12 +178,12 @@ def verify(
     check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
-    if is_gguf(path):
+    if GgufFile.is_gguf(path):
         return _verify_gguf(path, experts or {}, base_model)
-    folder = find_source(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
+    folder = Source.find(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
-        folder = find_source(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
-    trained = {} if exists(folder / PROVENANCE) or not exists(folder / TRAINING_RECORD) else read_training(folder)
+        folder = Source.find(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
+    trained = {} if exists(folder / PROVENANCE) or not exists(folder / TRAINING_RECORD) else Records(folder).training()
     if "start" in trained:
         return _verify_trained(folder, trained, experts or {})
     if not exists(folder / PROVENANCE) and (base_model is not None or experts):
@@ -260,7 +254,7 @@ def _changed_files(
     changed, located = {}, {}
     for name, source in sources.items():
         if (reference := source_paths.get(name) or source.reference) is not None:
-            located[name] = found = find_source(reference, ADAPTER_FILES, what="adapter", parameter="experts")
+            located[name] = found = Source.find(reference, ADAPTER_FILES, what="adapter", parameter="experts")
             present = [file for file in (weights, CONFIG) if exists(found.folder / file)]
             hashes = {file: sha256_of(found.folder / file) for file in present}
             if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
@@ -288,17 +282,19 @@ def _verify_converted(
     }
     for name, found in located.items():
         opened[name] = replace(
-            converted, source=found, base_fingerprints=recorded_base(found.folder),
+            converted, source=found, base_fingerprints=Records(found.folder).base(),
             kept_layers=recorded_layers(found.folder),
         )  # fmt: skip
     plan = make_plan(_recorded_composition(folder, record, base_model), opened, recorded=True)
-    experts = {name: adapter_source(adapter, "") for name, adapter in opened.items()}
-    recomputed = composition_record(plan, experts, record.base, output=record.output, measured={}).content()
+    experts = {name: SourceRecord.of_adapter(adapter, "") for name, adapter in opened.items()}
+    recomputed = CompositionRecord.of(plan, experts, record.base, output=record.output, measured={}).content()
     measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
-    listed = [name for name in content.get(LIST, ()) if exists(folder / str(name))]
-    recomputed |= measured | {LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
+    listed = [name for name in content.get(OutputKind.LIST, ()) if exists(folder / str(name))]
+    recomputed |= measured | {OutputKind.LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
-    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, prints_of(folder, [WEIGHTS]))
+    recomputed[OutputKind.PRINTS] = (
+        content.get(OutputKind.PRINTS) if differing else reprinted(content, OutputKind.prints_of(folder, [WEIGHTS]))
+    )
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
     result = _of_sources(content, record, recomputed, opened, base_model)
@@ -326,20 +322,20 @@ def _write_adapter(
     base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
     if composition.base_model is None and record.base_model is not None and base_was_passed:
         # The base was passed when they were composed; it is not checked again.
-        declared = at_revision(record.base_model, revision)
+        declared = Reference(record.base_model).at(revision)
         composition = composition.model_copy(update={"base_model": declared})
     prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
-    write_prepared(prepared, again, companions=bool(record.companions))  # a server writes none
+    prepared.write(again, companions=bool(record.companions))  # a server writes none
 
 
 def _write_model(
     record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
     from adapterswap.core.writing.streaming import ModelForm
-    from adapterswap.core.writing.weights import prepare_model, write_model
+    from adapterswap.core.writing.weights import prepare_model
 
     plan = make_plan(composition, opened, recorded=True)
-    write_model(prepare_model(plan, ModelForm(**record.output), composition.base_model, recorded=True), again)
+    prepare_model(plan, ModelForm(**record.output), composition.base_model, recorded=True).write(again)
 
 
 def _compare(
@@ -355,16 +351,18 @@ def _compare(
     if record.kind == "model":
         config, ours, theirs = MODEL_CONFIG, read_shards(folder), read_shards(again)
     else:
-        config, ours, theirs = CONFIG, (read_header(folder / WEIGHTS),), (read_header(again / WEIGHTS),)
+        config, ours, theirs = CONFIG, (TensorFile.read(folder / WEIGHTS),), (TensorFile.read(again / WEIGHTS),)
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
     differing, notes = _differing(ours, theirs), added_files(folder, content)
     apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
-    others = [name for name in recomputed[LIST] if name not in apart]
+    others = [name for name in recomputed[OutputKind.LIST] if name not in apart]
     differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
     if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
         notes += (f"{CARD} is not the one that was written",)
     # Other fingerprints of weights are no second difference.
-    recomputed[PRINTS] = content.get(PRINTS) if differing else reprinted(content, recomputed[PRINTS])
+    recomputed[OutputKind.PRINTS] = (
+        content.get(OutputKind.PRINTS) if differing else reprinted(content, recomputed[OutputKind.PRINTS])
+    )
     sources = _of_sources(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,
@@ -413,7 +411,7 @@ def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str 
     if record.base.revision is not None:
         del content["fingerprints"]
     elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
-        folder = find_source(base_model, WEIGHT_FILES, what="base model").folder
+        folder = Source.find(base_model, WEIGHT_FILES, what="base model").folder
         content["fingerprints"] = base_fingerprints(folder)
     return SourceRecord.model_validate(content)
 
@@ -428,7 +426,7 @@ def _find_base(
     local = [place for place in base_names if place is not None and public_name(place) == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
         if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
-            return base_source(find_source(place, [MODEL_CONFIG], what="base model"))
+            return SourceRecord.of_base(Source.find(place, [MODEL_CONFIG], what="base model"))
     return None
 
 
@@ -498,7 +496,7 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
 
 def _check_precision(folder: Path, record: CompositionRecord, base_model: str | None) -> None:
     """Refuse a base that is the recorded one in a less precise dtype, before everything is computed with it."""
-    base = None if base_model is None else find_source(base_model, WEIGHT_FILES, what="base model")
+    base = None if base_model is None else Source.find(base_model, WEIGHT_FILES, what="base model")
     recorded = record.base.fingerprints if record.base is not None else {}
     if base is None or not recorded or recorded == base_fingerprints(base.folder):
         return

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from adapterswap.experiments.sweeps import Run, read_run
+from adapterswap.experiments.sweeps import Run
 
 FORM = "{:<16}{:>9}{:>7}{:>24}{:>14}{:>7}"
 
@@ -58,4 +58,4 @@ def main(ours: Run, theirs: Run) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2)
-    main(*map(read_run, parser.parse_args().runs))
+    main(*map(Run, parser.parse_args().runs))

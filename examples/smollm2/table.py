@@ -19,7 +19,7 @@ from scipy import stats
 
 from adapterswap.experiments.lab.french import over_templates
 from adapterswap.experiments.lab.word_problems import draw_problems
-from adapterswap.experiments.sweeps import CellResult, read_run
+from adapterswap.experiments.sweeps import CellResult, Run
 
 RESULTS = Path(__file__).with_name("results.json")
 SWAP, MOVED = "layer swap", "-moved"
@@ -107,7 +107,7 @@ def main() -> None:
     if folders := sys.argv[1:]:
         marks: Marks = {}
         for folder in folders:
-            for row, cells in marks_of(read_run(folder).results).items():
+            for row, cells in marks_of(Run.read(folder).results).items():
                 marks.setdefault(row, {}).update(cells)
         content["marks"] = {row: marks[row] for row in ROWS if row in marks}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import adapterswap
-from adapterswap.experiments.analysis.analyzing import read_analysis
+from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.interference import FractionTable
 from adapterswap.experiments.analysis.pictures import draw_fractions
 from adapterswap.experiments.lab.bases import write_base
@@ -28,7 +28,7 @@ from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
 from adapterswap.experiments.training import TrainRecipe, train
-from adapterswap.kit.drawing import NOTE, readable_on, save, style
+from adapterswap.kit.drawing import STYLE, readable_on, save
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -58,8 +58,8 @@ WIDTH = 5.5  # inches
 
 def draw_figures(folder: Path) -> None:
     """Figures 2 and 4 to 9, as PDF, SVG and PNG."""
-    tables = {table.expert: table for table in read_analysis(HERE / "first_paper.csv").tables}
-    with style():
+    tables = {table.expert: table for table in Analysis.read(HERE / "first_paper.csv").tables}
+    with STYLE.applied():
         pair = [replace(tables[name], threshold=threshold) for name, threshold in REPRESENTATIVE.items()]
         save(draw_fractions(pair, WIDTH, one_scale=False), folder, "figure-2")
         for number, name in FIGURES.items():
@@ -74,7 +74,13 @@ def _write_numbers(axes: Any, table: FractionTable) -> None:
     for (layer, module), value in table.cells.items():
         colour = readable_on(image.cmap(image.norm(value)))
         axes.text(
-            table.modules.index(module), layer, f"{value:.3f}", ha="center", va="center", fontsize=NOTE, color=colour
+            table.modules.index(module),
+            layer,
+            f"{value:.3f}",
+            ha="center",
+            va="center",
+            fontsize=STYLE.note,
+            color=colour,
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.experiments.training import read_train_recipe
+from adapterswap.experiments.training import TrainRecipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_data"
 
@@ -57,7 +57,7 @@ def test_the_page_shows_the_table(example: dict[str, Any], capsys: Any) -> None:
 
 @pytest.mark.parametrize("name", ["math", "swahili"])
 def test_the_recipes_name_existing_rows(name: str) -> None:
-    recipe = read_train_recipe(EXAMPLE / f"{name}.yaml")
+    recipe = TrainRecipe.read(EXAMPLE / f"{name}.yaml")
     assert recipe.validation is not None
     for source in [*recipe.datasets, *(recipe.validation.datasets or [])]:
         assert (recipe.folder / source.path).is_file()

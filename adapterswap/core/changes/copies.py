@@ -19,8 +19,8 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import TOKENS
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
-from adapterswap.kit.files.numbers import decode, encode, open_files, read_bytes, row_ranges
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+from adapterswap.kit.files.numbers import Dtype, row_ranges
+from adapterswap.kit.files.tensorfile import Tensor, open_files
 
 _ELEMENTS = 2**22  # elements to compare at a time
 
@@ -40,6 +40,32 @@ class Comparable(NamedTuple):
     shape: tuple[int, ...]
     read: Callable[[int, int], Numbers]
 
+    @staticmethod
+    def of(tensor: Tensor, file: int) -> Comparable:
+        """A tensor in the open file `file`, ready to be compared."""
+        width = Dtype.BYTES[tensor.dtype]
+
+        def read(start: int, stop: int) -> Numbers:
+            return Dtype(tensor.dtype).unpack(tensor.read_bytes(file, start * width, stop * width), (stop - start,))
+
+        return Comparable(tensor.dtype, tensor.shape, read)
+
+    def is_one_with(self, other: Comparable) -> bool:
+        """Whether two weights are equal, or one is the other rounded to its own dtype."""
+        if self.shape != other.shape:
+            return False
+        equal_in = {self.dtype, other.dtype}
+        for cut in row_ranges(math.prod(self.shape), _ELEMENTS):
+            left, right = self.read(*cut), other.read(*cut)
+            equal_in = {
+                dtype
+                for dtype in equal_in
+                if np.array_equal(_rounded(left, self.dtype, dtype), _rounded(right, other.dtype, dtype))
+            }
+            if not equal_in:
+                return False
+        return True
+
 
 class Carried(NamedTuple):
     """An expert's copy of a weight of its base.
@@ -58,35 +84,8 @@ class Carried(NamedTuple):
     own: Whole
 
 
-def stored_weight(tensor: Tensor, file: int) -> Comparable:
-    """A tensor in the open file `file`, ready to be compared."""
-    width = DTYPE_BYTES[tensor.dtype]
-
-    def read(start: int, stop: int) -> Numbers:
-        return decode(read_bytes(file, tensor, start * width, stop * width), tensor.dtype, (stop - start,))
-
-    return Comparable(tensor.dtype, tensor.shape, read)
-
-
-def is_one_weight(one: Comparable, other: Comparable) -> bool:
-    """Whether two weights are equal, or one is the other rounded to its own dtype."""
-    if one.shape != other.shape:
-        return False
-    equal_in = {one.dtype, other.dtype}
-    for cut in row_ranges(math.prod(one.shape), _ELEMENTS):
-        left, right = one.read(*cut), other.read(*cut)
-        equal_in = {
-            dtype
-            for dtype in equal_in
-            if np.array_equal(_rounded(left, one.dtype, dtype), _rounded(right, other.dtype, dtype))
-        }
-        if not equal_in:
-            return False
-    return True
-
-
 def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
-    return numbers if held_in == dtype else decode(encode(numbers, dtype), dtype, numbers.shape)
+    return numbers if held_in == dtype else Dtype(dtype).unpack(Dtype(dtype).pack(numbers), numbers.shape)
 
 
 def check_one_base(adapters: Mapping[str, Adapter]) -> None:
@@ -103,12 +102,12 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
     with open_files(adapter.file for adapter in adapters.values()) as files:
         for copies in shared.values():
             weights = {
-                expert: stored_weight(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()
+                expert: Comparable.of(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()
             }
             # Two roundings of a third weight may differ, so compare all copies with the most precise one.
-            first = min(weights, key=lambda expert: FLOATS.index(weights[expert].dtype))
+            first = min(weights, key=lambda expert: Dtype.FLOATS.index(weights[expert].dtype))
             for expert, copy in weights.items():
-                if expert != first and not is_one_weight(weights[first], copy):
+                if expert != first and not weights[first].is_one_with(copy):
                     problems.add(
                         f"The experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
                         f"of its own ({copies[expert].name}), and they differ",
@@ -129,10 +128,10 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     with open_files(adapters[expert].file for expert, _ in tied) as files:
         for expert, part in tied:
             file = files[adapters[expert].file.path]
-            own = stored_weight(part.tensors[TOKENS], file)
+            own = Comparable.of(part.tensors[TOKENS], file)
             for name, tensor in part.tied.items():
-                again = stored_weight(tensor, file)
-                if own.dtype != again.dtype or not is_one_weight(own, again):
+                again = Comparable.of(tensor, file)
+                if own.dtype != again.dtype or not own.is_one_with(again):
                     problems.add(
                         f"{expert} holds different rows of {part.name} and of {name}, which are tied: PEFT would load "
                         "both into one weight",
@@ -152,17 +151,17 @@ def check_base(carried: Iterable[Carried], base: Checkpoint, *, effect: str, rem
         effect: what happens to a copy, for messages: "which PEFT would put in its place".
         remedy: the remedy in messages.
     """
-    compared = [entry for entry in carried if entry.own.tensor.dtype in FLOATS]
+    compared = [entry for entry in carried if entry.own.tensor.dtype in Dtype.FLOATS]
     if not compared:
         return
     problems = Problems(BaseModelError)
     adapters = {entry.adapter.file.path: entry.adapter.file for entry in compared}
     with open_files([*adapters.values(), *base.shards]) as files:
         for entry in compared:
-            copy, base_shape = stored_weight(entry.copy, files[entry.adapter.file.path]), entry.own.tensor.shape
+            copy, base_shape = Comparable.of(entry.copy, files[entry.adapter.file.path]), entry.own.tensor.shape
             if copy.shape[1:] == base_shape[1:] and copy.shape[0] > base_shape[0]:
                 copy = copy._replace(shape=base_shape)
-            if not is_one_weight(copy, stored_weight(entry.own.tensor, files[entry.own.path])):
+            if not copy.is_one_with(Comparable.of(entry.own.tensor, files[entry.own.path])):
                 problems.add(
                     f"{entry.expert} was trained on another {entry.name} than {base.name} has: it carries a copy "
                     f"({entry.copy.name}), {effect}",

@@ -259,6 +259,17 @@ class Joint:
             right.append(mixture.right[:, place] if first else np.zeros((mixture.right.shape[0], rank)))
         return Mixture(np.concatenate(left), np.concatenate(right, axis=1))
 
+    def cut(self, weights: Sequence[float], *, rank: int | None, error: float | None) -> tuple[Spectrum, int, float]:
+        """The spectrum of Σ w_i·ΔW_i, the rank to keep (at least 1), and the relative error of that truncation.
+
+        Arguments and errors are those of `truncate`. The spectrum has min(out, in, Σ r_i) singular values, zeros
+        included.
+        """
+        spectrum = self.spectrum(weights)
+        count = min(*self.shape, sum(self.ranks))
+        sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
+        return spectrum._replace(sigma=sigma), *kept(sigma, rank=rank, error=error)
+
 
 def blocks_of(parts: Sequence[Matrix], axis: int) -> list[slice]:
     """The blocks of the long axis for computing block by block."""
@@ -336,14 +347,6 @@ class Truncated(NamedTuple):
     error: float
 
 
-def concatenate(terms: list[tuple[float, Factors]]) -> Factors:
-    """Σ c_i·B_i·A_i as one pair of factors: A = [A_1; A_2; …], B = [c_1·B_1, c_2·B_2, …]."""
-    return Factors(
-        np.concatenate([factors.a for _, factors in terms], axis=0),
-        np.concatenate([np.asarray(c, factors.b.dtype) * factors.b for c, factors in terms], axis=1),
-    )
-
-
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
     """⟨X, Y⟩ / (‖X‖·‖Y‖), clipped to ±1; None if one of the norms is zero."""
     first, second = norms
@@ -365,24 +368,11 @@ def truncate(factors: Factors, *, rank: int | None = None, error: float | None =
         Factors in the dtype of `factors`.
     """
     joint = Joint([factors])
-    spectrum, keep, lost = cut(joint, [1.0], rank=rank, error=error)
+    spectrum, keep, lost = joint.cut([1.0], rank=rank, error=error)
     left, right = joint.mixture([1.0], spectrum, keep)
     dtype = factors.a.dtype
     a, b = mixed([factors.a], right.T, 0).astype(dtype), mixed([factors.b], left, 1).astype(dtype)
     return Truncated(Factors(a, b), spectrum.sigma[:keep], lost)
-
-
-def cut(
-    joint: Joint, weights: Sequence[float], *, rank: int | None, error: float | None
-) -> tuple[Spectrum, int, float]:
-    """The spectrum of Σ w_i·ΔW_i, the rank to keep (at least 1), and the relative error of that truncation.
-
-    Arguments and errors are those of `truncate`. The spectrum has min(out, in, Σ r_i) singular values, including zeros.
-    """
-    spectrum = joint.spectrum(weights)
-    count = min(*joint.shape, sum(joint.ranks))
-    sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
-    return spectrum._replace(sigma=sigma), *kept(sigma, rank=rank, error=error)
 
 
 def kept(sigma: Matrix, *, rank: int | None, error: float | None) -> tuple[int, float]:

@@ -7,11 +7,15 @@ weight, else ΔW. It is `by_rows` if each of its rows can be taken alone, withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from adapterswap.core.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.core.model.base import ExpertRows
@@ -102,6 +106,22 @@ class Whole:
     @cached_property
     def _places(self) -> Mapping[int, int]:
         return {row: place for place, row in enumerate(self.rows)}
+
+    def read_rows(
+        self, owner: str, files: Mapping[Path, int], start: int = 0, stop: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Read rows `start` to `stop` of the tensor. All axes but the last count as rows.
+
+        Args:
+            owner: its expert, or the base, for messages.
+            files: the open files.
+            start: the first row.
+            stop: the row after the last; by default the end.
+        """
+        *counts, columns = self.tensor.shape
+        stop = math.prod(counts) if stop is None else stop
+        numbers = self.tensor.read_elements(owner, files[self.path], start * columns, stop * columns)
+        return numbers.reshape(stop - start, columns)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from adapterswap.core.changes.copies import Carried
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
-from adapterswap.core.experts.keys import is_bias
-from adapterswap.core.model.architectures import architecture_of
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, has_both_stacks, is_vocabulary, language_config, layer_of
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModelConfig, ModuleName, has_both_stacks
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import Tensor
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
 _MERGE_WITH_PEFT = "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload"
@@ -77,7 +77,7 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
     """Whether an adapter may change an embedding or a head: a weight outside the layers with one row per token."""
     if adapter.vocabulary:
         return True
-    vocabulary = language_config(skeleton.config).get("vocab_size")
+    vocabulary = ModelConfig(skeleton.config).language.get("vocab_size")
     shapes = [
         tensor.shape for module in adapter.saved.values() if module.layer is None for tensor in module.tensors.values()
     ]
@@ -92,7 +92,7 @@ def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tupl
     outside = {  # without layers that predict further tokens, which may hold copies of both
         p.module.rpartition(".")[2]: p.name
         for p in skeleton.parameters.values()
-        if layer_of(p.name, skeleton.container) is None
+        if ModuleName(p.name).layer(skeleton.container) is None
     }
     embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
     if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
@@ -152,7 +152,7 @@ def locate_all(
 def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
     """Refuse an adapter that changes one of several modules with one weight: an encoder-decoder's shared embeddings,
     or blocks that layers share."""
-    if architecture_of(model.config).shares_blocks:
+    if ModelConfig(model.config).architecture.shares_blocks:
         for part in (part for part in adapter.parts.values() if part.layer is not None):
             weight = model.base.get(model.base.find(part.name, adapter.container) or "")
             if weight is not None and weight.tied:
@@ -284,7 +284,7 @@ class _Search:
                 shape = self.parameters[key].tensor.shape
                 out_in = lora.out_features, lora.in_features
                 expected = out_in[::-1] if transposed else out_in
-                resized = is_vocabulary(part.name, part.layer) and shape[1:] == expected[1:]
+                resized = ModuleName(part.name).is_vocabulary(part.layer) and shape[1:] == expected[1:]
                 grows, shrinks = (resized and shape[0] < expected[0]), (resized and shape[0] > expected[0])
                 if shrinks or (grows and (part.on_bias or not self.resized)):
                     self._report_resized(change.method, lora, shape[0])
@@ -323,8 +323,8 @@ class _Search:
     def _in_full(self, saved: FullModule) -> dict[str, Located]:
         """The tensors of a module that was trained in full."""
         changes: dict[str, Located] = {}
-        of_bias = is_bias(saved.name)
-        first = 1 if self.resized and not of_bias and is_vocabulary(saved.name, saved.layer) else 0
+        of_bias = ModuleKeys(saved.name).is_bias
+        first = 1 if self.resized and not of_bias and ModuleName(saved.name).is_vocabulary(saved.layer) else 0
         for parameter, tensor in saved.tensors.items():
             holder = saved.name.removesuffix(".bias") if of_bias else saved.name
             key = self.key(holder, parameter)
@@ -441,7 +441,7 @@ def base_tensor(
         )
     tensor = stored.tensor
     shape = like.shape if rows is None else (max(rows, tensor.shape[0]), *like.shape[1:])
-    if tensor.dtype not in FLOATS or tensor.shape != shape:
+    if tensor.dtype not in Dtype.FLOATS or tensor.shape != shape:
         raise BaseModelError(
             f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, but {like.dtype} "
             f"{list(like.shape)} in an expert",

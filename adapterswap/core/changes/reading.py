@@ -5,7 +5,6 @@ Arrays are numpy's, in float32, in blocks of rows. Errors for NaN, infinity and 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,8 @@ import numpy.typing as npt
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Whole
 from adapterswap.core.experts.adapter import Adapter, LoraModule
 from adapterswap.kit.errors import UnsupportedError
-from adapterswap.kit.files.numbers import open_files, read_elements, read_numbers, too_large
+from adapterswap.kit.files.numbers import too_large
+from adapterswap.kit.files.tensorfile import open_files
 
 Matrix = npt.NDArray[np.floating]
 Rows = npt.NDArray[np.float32]
@@ -55,6 +55,35 @@ class Factors(NamedTuple):
         """The factors of ΔW with zeros in the rows where `kept` (out values) is false."""
         return Factors(self.a, self.b * kept[:, None])
 
+    @staticmethod
+    def read(expert: str, file: int, module: LoraModule) -> Factors:
+        """Read a module's factors from the open file `file`, in float32, with the scale in B."""
+        if module.experts > 1:
+            raise UnsupportedError(
+                f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not "
+                "computed here",
+                "Compose it with linear methods, into an adapter of the exact layout",
+            )
+        return _read_factors(expert, file, module)
+
+    @staticmethod
+    def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
+        """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight."""
+        joined = _read_factors(expert, file, module)
+        if module.experts == 1:
+            return [joined]
+        a = joined.a.reshape(module.experts, module.rank, module.in_features)
+        b = joined.b.reshape(module.out_features, module.rank, module.experts)
+        return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]
+
+    @staticmethod
+    def concatenated(terms: list[tuple[float, Factors]]) -> Factors:
+        """Σ c_i·B_i·A_i as one pair of factors: A = [A_1; A_2; …], B = [c_1·B_1, c_2·B_2, …]."""
+        return Factors(
+            np.concatenate([factors.a for _, factors in terms], axis=0),
+            np.concatenate([np.asarray(c, factors.b.dtype) * factors.b for c, factors in terms], axis=1),
+        )
+
 
 Delta = Factors | Rows  # ΔW as factors or dense; out×in
 
@@ -86,6 +115,11 @@ def row_magnitudes(delta: Delta, name: str) -> npt.NDArray[np.float64]:
     return np.concatenate([mean_absolute(block) for block in blocks(delta, name)])
 
 
+def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
+    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base."""
+    return row_reader(names[0], full, files)(own.read_rows(names[1], files), 0, None)
+
+
 FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
 RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
 
@@ -96,51 +130,15 @@ def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
     with open_files(adapter.file for adapter in adapters.values()) as files:
 
         def read(expert: str, module: LoraModule) -> Factors:
-            return read_factors(expert, files[adapters[expert].file.path], module)
+            return Factors.read(expert, files[adapters[expert].file.path], module)
 
         yield read
 
 
-def read_factors(expert: str, file: int, module: LoraModule) -> Factors:
-    """Read a module's factors from the open file `file`, in float32, with the scale in B."""
-    if module.experts > 1:
-        raise UnsupportedError(
-            f"{module.name} is a fused parameter of {module.experts} experts in {expert}: its ΔW is not computed here",
-            "Compose it with linear methods, into an adapter of the exact layout",
-        )
-    return _read_factors(expert, file, module)
-
-
 def _read_factors(expert: str, file: int, module: LoraModule) -> Factors:
     """All of A and B, with the scale in B."""
-    b = read_numbers(expert, file, module.b)
-    return Factors.scaled(read_numbers(expert, file, module.a), b, module.scale, module.name)
-
-
-def read_matrices(expert: str, file: int, module: LoraModule) -> list[Factors]:
-    """The factors of each matrix of a mixture's fused parameter, or of any other module's one weight."""
-    joined = _read_factors(expert, file, module)
-    if module.experts == 1:
-        return [joined]
-    a = joined.a.reshape(module.experts, module.rank, module.in_features)
-    b = joined.b.reshape(module.out_features, module.rank, module.experts)
-    return [Factors(a[i], np.ascontiguousarray(b[:, :, i])) for i in range(module.experts)]
-
-
-def read_rows(owner: str, stored: Whole, files: Mapping[Path, int], start: int = 0, stop: int | None = None) -> Rows:
-    """Read rows `start` to `stop` of a stored tensor. All axes but the last count as rows.
-
-    Args:
-        owner: its expert, or the base, for messages.
-        stored: the tensor.
-        files: the open files.
-        start: the first row.
-        stop: the row after the last; by default the end.
-    """
-    *counts, columns = stored.tensor.shape
-    stop = math.prod(counts) if stop is None else stop
-    numbers = read_elements(owner, files[stored.path], stored.tensor, start * columns, stop * columns)
-    return numbers.reshape(stop - start, columns)
+    b = module.b.read_numbers(expert, file)
+    return Factors.scaled(module.a.read_numbers(expert, file), b, module.scale, module.name)
 
 
 def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
@@ -151,7 +149,7 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
     """
     assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
     if isinstance(change, LowRank):
-        factors, name = read_factors(expert, files[change.path], change.lora), change.lora.name
+        factors, name = Factors.read(expert, files[change.path], change.lora), change.lora.name
         stored = factors.T if change.transposed else factors
 
         def product(base_rows: Rows, start: int, stop: int | None) -> Rows:
@@ -161,14 +159,9 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
         return product
 
     def difference(base_rows: Rows, start: int, stop: int | None) -> Rows:
-        delta = read_rows(expert, change, files, start, stop)
+        delta = change.read_rows(expert, files, start, stop)
         with np.errstate(all="ignore"):
             delta -= base_rows
         return finite(delta, change.tensor.name)
 
     return difference
-
-
-def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
-    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base."""
-    return row_reader(names[0], full, files)(read_rows(names[1], own, files), 0, None)

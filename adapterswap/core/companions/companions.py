@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from adapterswap.core.companions.config import ConfigDifferences, compare_configs
+from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import (
     COMPANION_FILES,
     GENERATION_CONFIG,
@@ -319,88 +319,102 @@ class CompanionPlan:
         with_rows = {key: number for key, number in ids.items() if self.rows is None or number < self.rows}
         return with_rows, self.folders[owner].special_ids
 
+    @staticmethod
+    def decide(
+        experts: Mapping[str, Path],
+        base: Path | None = None,
+        *,
+        beside: Path | None = None,
+        rows: int | None = None,
+        config: str | None = None,
+        tokenizer: str | None = None,
+        template: str | None = None,
+        models: Iterable[str] = (),
+    ) -> CompanionPlan:
+        """Decide whose companions a result takes.
 
-def decide(
-    experts: Mapping[str, Path],
-    base: Path | None = None,
-    *,
-    beside: Path | None = None,
-    rows: int | None = None,
-    config: str | None = None,
-    tokenizer: str | None = None,
-    template: str | None = None,
-    models: Iterable[str] = (),
-) -> CompanionPlan:
-    """Decide whose companions a result takes.
+        Args:
+            experts: expert → its folder, in the order of the plan: the task expert first.
+            base: the base's folder, if the result is full weights.
+            beside: the base's folder, if it is only compared.
+            rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
+            config: the owner of the config, for full weights.
+            tokenizer: whose tokenizer and chat templates are taken: an expert's or the `base`'s; by default see above.
+            template: whose chat templates are taken, if not those beside the tokenizer.
+            models: the experts that are full checkpoints, whose configs are compared with the owner's.
 
-    Args:
-        experts: expert → its folder, in the order of the plan: the task expert first.
-        base: the base's folder, if the result is full weights.
-        beside: the base's folder, if it is only compared.
-        rows: the embedding's number of rows, if known: tokenizers with larger ids are not used.
-        config: the owner of the config, for full weights.
-        tokenizer: whose tokenizer and chat templates are taken: an expert's or the `base`'s; by default see above.
-        template: whose chat templates are taken, if not those beside the tokenizer.
-        models: the experts that are full checkpoints, whose configs are compared with the owner's.
+        Raises:
+            ArgumentError: there is no such expert, or it has no tokenizer or no chat template.
+        """
+        folders = {name: Companions(folder) for name, folder in experts.items()}
+        if base is not None:
+            folders[BASE_FOLDER] = Companions(base)
+        compared = folders | ({BASE_FOLDER: Companions(beside)} if base is None and beside is not None else {})
+        owners: dict[Kind, Ownership] = {}
+        is_chosen_elsewhere = tokenizer == BASE_FOLDER and base is None
+        if is_chosen_elsewhere:  # an adapter without a tokenizer has that of its base
+            differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
+            owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
+        elif tokenizer is not None:
+            _check_chosen("tokenizer", tokenizer, folders)
+        if template is not None:
+            _check_chosen("chat_template", template, folders)
+        united = None if is_chosen_elsewhere else unite(experts, base, rows=rows, chosen=tokenizer)
+        if united is not None and tokenizer is not None:
+            owners["tokenizer"] = _tokenizer(united, compared)
+        elif united is not None:
+            united = replace(
+                united, owner=_plainest("tokenizer", united.owner, folders) if not united.added else united.owner
+            )
+            owners["tokenizer"] = _tokenizer(united, compared)
+        for kind in get_args(Kind)[1:]:
+            names = [name for name, one in folders.items() if one.has(kind)]
+            if kind == "chat_template" and (tokenizer or template):
+                # An expert that is chosen but has no template was trained with the base's, if any.
+                names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
+                owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
+            elif names:
+                owner = _plainest(kind, names[0], folders)
+                owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
+        compared_configs = {
+            name: ConfigDifferences.between(folders[config].config, folders[name].config)
+            for name in (*models, *([BASE_FOLDER] if base is not None else []))
+            if config is not None and name != config
+        }
+        others = {name: found for name, found in compared_configs.items() if found or found.not_compared}
+        return CompanionPlan(folders, config, others, owners, united, rows)
 
-    Raises:
-        ArgumentError: there is no such expert, or it has no tokenizer or no chat template.
-    """
-    folders = {name: Companions(folder) for name, folder in experts.items()}
-    if base is not None:
-        folders[BASE_FOLDER] = Companions(base)
-    compared = folders | ({BASE_FOLDER: Companions(beside)} if base is None and beside is not None else {})
-    owners: dict[Kind, Ownership] = {}
-    is_chosen_elsewhere = tokenizer == BASE_FOLDER and base is None
-    if is_chosen_elsewhere:  # an adapter without a tokenizer has that of its base
-        differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
-        owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
-    elif tokenizer is not None:
-        _check_chosen("tokenizer", tokenizer, folders)
-    if template is not None:
-        _check_chosen("chat_template", template, folders)
-    united = None if is_chosen_elsewhere else unite(experts, base, rows=rows, chosen=tokenizer)
-    if united is not None and tokenizer is not None:
-        owners["tokenizer"] = _tokenizer(united, compared)
-    elif united is not None:
-        united = replace(
-            united, owner=_plainest("tokenizer", united.owner, folders) if not united.added else united.owner
-        )
-        owners["tokenizer"] = _tokenizer(united, compared)
-    for kind in get_args(Kind)[1:]:
-        names = [name for name, one in folders.items() if one.has(kind)]
-        if kind == "chat_template" and (tokenizer or template):
-            # An expert that is chosen but has no template was trained with the base's, if any.
-            names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
-            owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
-        elif names:
-            owner = _plainest(kind, names[0], folders)
-            owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
-    compared_configs = {
-        name: compare_configs(folders[config].config, folders[name].config)
-        for name in (*models, *([BASE_FOLDER] if base is not None else []))
-        if config is not None and name != config
-    }
-    others = {name: found for name, found in compared_configs.items() if found or found.not_compared}
-    return CompanionPlan(folders, config, others, owners, united, rows)
+    @staticmethod
+    def decide_prompts(
+        experts: Mapping[str, Path],
+        base: Path,
+        *,
+        rows: int | None = None,
+        tokenizer: str | None = None,
+        template: str | None = None,
+    ) -> CompanionPlan:
+        """Decide whose tokenizer and chat templates prompts have, as full weights would; the arguments are `decide`'s.
 
+        The base's files are only read if an expert has some of its own.
+        """
+        chosen = tokenizer is not None or template is not None
+        if not chosen and not any(tokenizer_files(folder) for folder in experts.values()):
+            return CompanionPlan({}, None, {}, {}, None, rows)
+        return CompanionPlan.decide(experts, base, rows=rows, tokenizer=tokenizer, template=template)
 
-def decide_prompts(
-    experts: Mapping[str, Path],
-    base: Path,
-    *,
-    rows: int | None = None,
-    tokenizer: str | None = None,
-    template: str | None = None,
-) -> CompanionPlan:
-    """Decide whose tokenizer and chat templates prompts have, as full weights would; the arguments are `decide`'s.
-
-    The base's files are only read if an expert has some of its own.
-    """
-    chosen = tokenizer is not None or template is not None
-    if not chosen and not any(tokenizer_files(folder) for folder in experts.values()):
-        return CompanionPlan({}, None, {}, {}, None, rows)
-    return decide(experts, base, rows=rows, tokenizer=tokenizer, template=template)
+    @staticmethod
+    def on_the_base(experts: Mapping[str, Path], base: Path | None) -> list[str]:
+        """A line for the tokenizer, and for the templates, where experts differ from the base that an engine runs."""
+        if base is None:
+            return []
+        folders = {BASE_FOLDER: Companions(base), **{name: Companions(folder) for name, folder in experts.items()}}
+        kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
+        owners = [
+            Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
+            for kind in kinds
+            if folders[BASE_FOLDER].has(kind)
+        ]
+        return [f"{ownership}; the engine uses the base's" for ownership in owners if ownership.differing]
 
 
 _CHOICES: Mapping[Kind, str] = {"tokenizer": "tokenizer", "chat_template": "chat_template_from"}  # their parameters
@@ -448,20 +462,6 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     return Ownership(
         "tokenizer", united.owner, differing | {name: () for name in united.others if name not in differing}
     )
-
-
-def on_the_base(experts: Mapping[str, Path], base: Path | None) -> list[str]:
-    """A line for the tokenizer, and for the chat templates, where experts differ from the base that an engine runs."""
-    if base is None:
-        return []
-    folders = {BASE_FOLDER: Companions(base), **{name: Companions(folder) for name, folder in experts.items()}}
-    kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
-    owners = [
-        Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
-        for kind in kinds
-        if folders[BASE_FOLDER].has(kind)
-    ]
-    return [f"{ownership}; the engine uses the base's" for ownership in owners if ownership.differing]
 
 
 def copy_companions(folder: Path, target: Path) -> None:

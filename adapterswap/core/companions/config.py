@@ -90,36 +90,36 @@ class ConfigDifferences:
             "was not compared"
         )
 
+    @staticmethod
+    def between(
+        one: Mapping[str, Any], other: Mapping[str, Any], *, ignoring: Collection[str] = ()
+    ) -> ConfigDifferences:
+        """Compare what two configs make a model compute.
+
+        Args:
+            one, other: the contents of two config.json.
+            ignoring: keys that the caller compares in another way.
+        """
+        ours, theirs = (_computing(config, ignoring) for config in (one, other))
+        values = _differing(ours, theirs)
+        if not values:
+            return ConfigDifferences({})
+        by_class = (
+            [_by_class(config) for config in (one, other)] if one.get("model_type") == other.get("model_type") else []
+        )
+        if by_class and None not in by_class:
+            ours, theirs = (_computing(config or {}, ignoring) for config in by_class)
+            return ConfigDifferences(_differing(ours, theirs))
+        # A value in place of an object, or the reverse, is no default that could be unknown.
+        both = {key for key in values if any(other.startswith(f"{key}.") for other in values)}
+        lacking = tuple(
+            key for key, pair in values.items() if MISSING in pair and key not in both and not _is_in(key, both)
+        )
+        return ConfigDifferences({key: pair for key, pair in values.items() if key not in lacking}, lacking)
+
 
 def _short(value: Any) -> str:
     return repr(value) if value is MISSING else shown(value)
-
-
-def compare_configs(
-    one: Mapping[str, Any], other: Mapping[str, Any], *, ignoring: Collection[str] = ()
-) -> ConfigDifferences:
-    """Compare what two configs make a model compute.
-
-    Args:
-        one, other: the contents of two config.json.
-        ignoring: keys that the caller compares in another way.
-    """
-    ours, theirs = (_computing(config, ignoring) for config in (one, other))
-    values = _differing(ours, theirs)
-    if not values:
-        return ConfigDifferences({})
-    by_class = (
-        [_by_class(config) for config in (one, other)] if one.get("model_type") == other.get("model_type") else []
-    )
-    if by_class and None not in by_class:
-        ours, theirs = (_computing(config or {}, ignoring) for config in by_class)
-        return ConfigDifferences(_differing(ours, theirs))
-    # A value in place of an object, or the reverse, is no default that could be unknown.
-    both = {key for key in values if any(other.startswith(f"{key}.") for other in values)}
-    lacking = tuple(
-        key for key, pair in values.items() if MISSING in pair and key not in both and not _is_in(key, both)
-    )
-    return ConfigDifferences({key: pair for key, pair in values.items() if key not in lacking}, lacking)
 
 
 def _is_in(key: str, objects: Collection[str]) -> bool:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
-from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain, read_adapter_config, scale
+from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain, scale
 from adapterswap.core.experts.keys import (
     KINDS,
     LORA_PARTS,
@@ -29,28 +29,19 @@ from adapterswap.core.experts.keys import (
     TRAINED_ROWS,
     TRAINED_TOKENS,
     FactorTensors,
+    ModuleKeys,
     PartTensors,
-    factor_key,
     misnamed,
-    part_key,
     sort_keys,
 )
-from adapterswap.core.model.checkpoints import (
-    MODEL_INDEX,
-    Checkpoint,
-    check_alone,
-    open_checkpoint,
-    read_checkpoint,
-)
+from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
 from adapterswap.core.model.layers import (
     EMBEDDINGS,
     HEADS,
     KeptLayers,
     Kind,
-    is_vocabulary,
-    kind_of,
+    ModuleName,
     layer_container,
-    layer_of,
     recorded_layers,
 )
 from adapterswap.core.model.sources import (
@@ -59,11 +50,9 @@ from adapterswap.core.model.sources import (
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,
+    Records,
+    Reference,
     Source,
-    cached_base_folder,
-    find_source,
-    recorded_base,
-    subfolders_with,
 )
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -74,7 +63,7 @@ from adapterswap.kit.errors import (
     Problems,
     UnsupportedError,
 )
-from adapterswap.kit.files.tensorfile import Tensor, TensorFile, read_header
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
@@ -162,7 +151,7 @@ class _Part:
     @cached_property
     def kind(self) -> Kind:
         """Attention, mlp or other, by the name."""
-        return kind_of(self.name)
+        return ModuleName(self.name).kind
 
     @property
     def misnamed(self) -> str | None:
@@ -223,12 +212,12 @@ class LoraModule(_Part):
     @property
     def a_key(self) -> str:
         """The key under which PEFT stores A."""
-        return factor_key(self.name, "A", embedding=self.embedding)
+        return ModuleKeys(self.name).factor("A", embedding=self.embedding)
 
     @property
     def b_key(self) -> str:
         """The key under which PEFT stores B."""
-        return factor_key(self.name, "B", embedding=self.embedding)
+        return ModuleKeys(self.name).factor("B", embedding=self.embedding)
 
     @property
     def dtype(self) -> str:
@@ -407,12 +396,97 @@ class Adapter:
     def vocabulary(self) -> dict[str, Part]:
         """The embeddings and heads that it changes, by name."""
         outside = {name: part for name, part in self.parts.items() if part.layer is None or name in self.tokens}
-        return {n: part for n, part in outside.items() if is_vocabulary(n, part.layer) or n in self.tokens}
+        return {n: part for n, part in outside.items() if ModuleName(n).is_vocabulary(part.layer) or n in self.tokens}
 
     @cached_property
     def tokens(self) -> Mapping[str, FullModule]:
         """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
+
+    @staticmethod
+    def read(source: Source) -> Adapter:
+        """Open the PEFT adapter of a source; see `open_adapter`."""
+        folder = source.folder
+        if not exists(folder / WEIGHTS):
+            raise _missing(source)
+        problems = Problems(ExpertError)
+        config = file = None
+        with problems.collect():
+            config = AdapterConfig.read(folder / CONFIG)
+        with problems.collect():
+            file = TensorFile.read(folder / WEIGHTS)
+        problems.raise_if_any()
+        assert config is not None
+        assert file is not None
+        parts, saved, shared, renamed = sort_keys(
+            file, config.modules_to_save, folder, problems, biases=config.bias != "none",
+            kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
+            tokens=bool(config.trained_tokens),
+        )  # fmt: skip
+        parameters: set[str] = set()
+        trial = None if problems else _try_in_base(config, parts, saved, file, folder)  # else the rest would be guesses
+        with problems.collect():
+            if trial is not None:
+                config = replace(config, targets=Targets(modules=trial.adapted))
+            if config.target_parameters:
+                parts, parameters = _with_parameters(parts, config, trial, folder)
+        ignored = _ignored([name for name in parts if name not in parameters], saved, config, folder, problems)
+        tied: dict[str, dict[str, Tensor]] = {}
+        if config.peft_type == TRAINABLE_TOKENS:
+            own_rows = {name: tensors[TRAINED_ROWS] for name, tensors in _of_kind(parts).items()}
+            with problems.collect():
+                tied = _tied_rows(own_rows, ignored, config, folder)
+            ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
+            for name in tied:
+                saved.setdefault(name, {})[TOKENS] = own_rows[name]
+            parts = {}
+        parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
+        if config.peft_type == "IA3" and config.targets.feedforward is not None:
+            _check_feedforward(_of_kind(parts), config, folder, problems)
+        ranks, alphas = config.resolved(parts)
+        container = None
+        with problems.collect():
+            container = layer_container([*parts, *saved])
+        read: list[Part] = []
+        for name, tensors in parts.items():
+            try:
+                if isinstance(tensors, FactorTensors):
+                    given = ranks[name], alphas[name]
+                    read.append(_lora(name, tensors, config, given, container, folder, parameter=name in parameters))
+                else:
+                    read.append(_opaque(name, tensors, shared, config, container, folder))
+            except AdapterswapError as error:
+                problems.keep(error)
+        for name, own_tensors in saved.items():
+            with problems.collect():
+                if name in parts:
+                    raise ExpertError(
+                        f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again"
+                    )
+                layer = ModuleName(name).layer(container)
+                rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
+                read.append(FullModule(name, layer, own_tensors, rows, tied.get(name, {})))
+        if config.trained_tokens and not any(TOKENS in own_tensors for own_tensors in saved.values()):
+            problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
+        kept = None
+        with problems.collect():
+            kept = recorded_layers(folder, [(part.name, part.layer) for part in read])
+        if all(isinstance(part, FullModule) for part in read) and not tied and not problems:
+            problems.add(
+                f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
+            )
+        problems.raise_if_any()
+        return Adapter(
+            source,
+            config,
+            file,
+            by_layer(read),
+            container,
+            kept,
+            ignored,
+            renamed,
+            base_fingerprints=Records(folder).base(),
+        )
 
 
 _AnyPart = TypeVar("_AnyPart", bound=Part)
@@ -427,82 +501,7 @@ def open_adapter(reference: str | Path) -> Adapter:
         UnsupportedError: it is sharded or pickled, or is a kind of adapter that cannot be composed exactly.
         AdapterswapError: several of these, reported together.
     """
-    return read_adapter(find_source(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
-
-
-def read_adapter(source: Source) -> Adapter:
-    """Open the PEFT adapter of a source; see `open_adapter`."""
-    folder = source.folder
-    if not exists(folder / WEIGHTS):
-        raise _missing(source)
-    problems = Problems(ExpertError)
-    config = file = None
-    with problems.collect():
-        config = read_adapter_config(folder / CONFIG)
-    with problems.collect():
-        file = read_header(folder / WEIGHTS)
-    problems.raise_if_any()
-    assert config is not None
-    assert file is not None
-    parts, saved, shared, renamed = sort_keys(
-        file, config.modules_to_save, folder, problems, biases=config.bias != "none",
-        kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
-        tokens=bool(config.trained_tokens),
-    )  # fmt: skip
-    parameters: set[str] = set()
-    trial = None if problems else _try_in_base(config, parts, saved, file, folder)  # else the rest would be guesses
-    with problems.collect():
-        if trial is not None:
-            config = replace(config, targets=Targets(modules=trial.adapted))
-        if config.target_parameters:
-            parts, parameters = _with_parameters(parts, config, trial, folder)
-    ignored = _ignored([name for name in parts if name not in parameters], saved, config, folder, problems)
-    tied: dict[str, dict[str, Tensor]] = {}
-    if config.peft_type == TRAINABLE_TOKENS:
-        own_rows = {name: tensors[TRAINED_ROWS] for name, tensors in _of_kind(parts).items()}
-        with problems.collect():
-            tied = _tied_rows(own_rows, ignored, config, folder)
-        ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
-        for name in tied:
-            saved.setdefault(name, {})[TOKENS] = own_rows[name]
-        parts = {}
-    parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
-    if config.peft_type == "IA3" and config.targets.feedforward is not None:
-        _check_feedforward(_of_kind(parts), config, folder, problems)
-    ranks, alphas = config.resolved(parts)
-    container = None
-    with problems.collect():
-        container = layer_container([*parts, *saved])
-    read: list[Part] = []
-    for name, tensors in parts.items():
-        try:
-            if isinstance(tensors, FactorTensors):
-                given = ranks[name], alphas[name]
-                read.append(_lora(name, tensors, config, given, container, folder, parameter=name in parameters))
-            else:
-                read.append(_opaque(name, tensors, shared, config, container, folder))
-        except AdapterswapError as error:
-            problems.keep(error)
-    for name, own_tensors in saved.items():
-        with problems.collect():
-            if name in parts:
-                raise ExpertError(f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again")
-            layer = layer_of(name, container)
-            rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
-            read.append(FullModule(name, layer, own_tensors, rows, tied.get(name, {})))
-    if config.trained_tokens and not any(TOKENS in own_tensors for own_tensors in saved.values()):
-        problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
-    kept = None
-    with problems.collect():
-        kept = recorded_layers(folder, [(part.name, part.layer) for part in read])
-    if all(isinstance(part, FullModule) for part in read) and not tied and not problems:
-        problems.add(
-            f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
-        )
-    problems.raise_if_any()
-    return Adapter(
-        source, config, file, by_layer(read), container, kept, ignored, renamed, base_fingerprints=recorded_base(folder)
-    )
+    return Adapter.read(Source.find(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
 
 
 def _tied_rows(
@@ -566,7 +565,7 @@ def _try_in_base(
         is_usual = all(end in saved or end in heads for end in config.modules_to_save) and all(
             any(f".{name}".endswith(f".{end}") for name in parameters) for end in config.target_parameters
         )
-        if is_usual or config.holds_regexes or base is None or cached_base_folder(base) is None:
+        if is_usual or config.holds_regexes or base is None or Reference(base).cached_folder is None:
             return None
     elif odd := [name for name in names if name.endswith("unembed_tokens")]:  # of which no base has such a module
         raise ExpertError(f"{folder}: {odd[0]} is not a name that PEFT gives", misnamed(odd[0]) or "")
@@ -731,7 +730,7 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
             f"{folder} holds a sharded adapter",
             f"PEFT cannot load it either: save the tensors of all its files in one {WEIGHTS}",
         )
-    if below := subfolders_with(source, CONFIG):  # PEFT saves adapters with other names than `default` in subfolders
+    if below := source.subfolders_with(CONFIG):  # PEFT saves adapters with other names than `default` in subfolders
         return NotFoundError(
             f"{source.name} has no {WEIGHTS} of its own", f"Pass one of the adapters in it: {and_more(below, 5)}"
         )
@@ -784,7 +783,7 @@ def _lora(
     if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
     module = LoraModule(
-        name, layer_of(name, container), rank, alpha, config.rslora, scale(rank, alpha, config.rslora), a, b,
+        name, ModuleName(name).layer(container), rank, alpha, config.rslora, scale(rank, alpha, config.rslora), a, b,
         factors.embedding, factors.base, parameter, experts,
     )  # fmt: skip
     return _variant(module, factors, config, folder) if config.dora or config.lora_bias or factors.extras else module
@@ -804,7 +803,7 @@ def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, 
                 _MISMATCH,
             )
     tensors = {module.a_key: module.a, module.b_key: module.b}
-    stem = part_key(module.name, "")
+    stem = ModuleKeys(module.name).part("")
     tensors = {key.removeprefix(stem): tensor for key, tensor in tensors.items()}
     settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
     return OpaqueModule(
@@ -830,7 +829,7 @@ def _opaque(
             "Train it without `rank_pattern`",
         )
     return OpaqueModule(
-        name, layer_of(name, container), config.title, config.peft_type, tensors, config.settings,
+        name, ModuleName(name).layer(container), config.title, config.peft_type, tensors, config.settings,
         config.values_of(name), shared,
     )  # fmt: skip
 
@@ -845,12 +844,12 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
         ExpertError: the folder holds neither, or both.
         NotFoundError, ExpertError, UnsupportedError: see `open_adapter` and `open_checkpoint`.
     """
-    source = find_source(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
+    source = Source.find(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
     folder = source.folder
     if not exists(folder / CONFIG) and exists(folder / MODEL_CONFIG):
         if source.revision is None:
-            return read_checkpoint(source, what="expert")
+            return Checkpoint.read(source, what="expert")
         return open_checkpoint(str(source), what="expert")  # fetches the weights of the same commit
     if exists(folder / MODEL_WEIGHTS) or exists(folder / MODEL_INDEX):
         check_alone(folder)
-    return read_adapter(source)  # reports what is missing
+    return Adapter.read(source)  # reports what is missing

@@ -31,8 +31,8 @@ from adapterswap.core.experts.keys import (
     TRAINED_TOKENS,
     PeftKind,
 )
-from adapterswap.core.model.layers import ends_of
-from adapterswap.core.model.sources import at_revision
+from adapterswap.core.model.layers import ModuleName
+from adapterswap.core.model.sources import Reference
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.text import parse_json, read_small, shown
 
@@ -289,7 +289,7 @@ def _selected(selection: frozenset[str] | str, name: str, match: Matcher) -> boo
         return match(selection, name) is not None
     if name.rpartition(".")[2] in selection:  # as in nearly all configs
         return True
-    return any(end in selection for end in ends_of(name))
+    return any(end in selection for end in ModuleName(name).ends())
 
 
 # Keys that do not change what a trained LoRA computes (or only in ways that its tensors show).
@@ -394,7 +394,7 @@ class AdapterConfig:
     @property
     def base_reference(self) -> str | None:
         """Where to find the base: what it names, at its revision."""
-        return self.base_model and at_revision(self.base_model, self.revision)
+        return self.base_model and Reference(self.base_model).at(self.revision)
 
     @property
     def title(self) -> str:
@@ -437,30 +437,32 @@ class AdapterConfig:
         problems.raise_if_any()
         return self.rank_pattern.of(modules, self.rank), self.alpha_pattern.of(modules, self.alpha)
 
+    @staticmethod
+    def parse(raw: bytes, where: str) -> AdapterConfig:
+        """Parse the content of an adapter_config.json; `where` is its name in messages."""
+        content = parse_json(raw, where, "Save or download the adapter again")
+        problems = Problems(ExpertError)
+        sha256 = hashlib.sha256(raw).hexdigest()
+        kind = content.get("peft_type")
+        if isinstance(kind, str) and kind in KINDS:
+            config = _read_kind(content, where, sha256, problems)
+        elif kind == TRAINABLE_TOKENS:
+            config = _read_tokens(content, where, sha256, problems)
+        else:
+            if kind != LORA:
+                raise _refused_kind(kind, where)
+            check(Settings(content, where), problems)
+            config = _read(content, where, sha256, problems)
+        problems.raise_if_any()
+        return config
 
-def read_adapter_config(path: str | Path) -> AdapterConfig:
-    """Read an adapter_config.json."""
-    path = Path(path)
-    return parse_adapter_config(read_small(path, "Pass a PEFT adapter: a folder with adapter_config.json"), str(path))
-
-
-def parse_adapter_config(raw: bytes, where: str) -> AdapterConfig:
-    """Parse the content of an adapter_config.json; `where` is its name in messages."""
-    content = parse_json(raw, where, "Save or download the adapter again")
-    problems = Problems(ExpertError)
-    sha256 = hashlib.sha256(raw).hexdigest()
-    kind = content.get("peft_type")
-    if isinstance(kind, str) and kind in KINDS:
-        config = _read_kind(content, where, sha256, problems)
-    elif kind == TRAINABLE_TOKENS:
-        config = _read_tokens(content, where, sha256, problems)
-    else:
-        if kind != LORA:
-            raise _refused_kind(kind, where)
-        check(Settings(content, where), problems)
-        config = _read(content, where, sha256, problems)
-    problems.raise_if_any()
-    return config
+    @staticmethod
+    def read(path: str | Path) -> AdapterConfig:
+        """Read an adapter_config.json."""
+        path = Path(path)
+        return AdapterConfig.parse(
+            read_small(path, "Pass a PEFT adapter: a folder with adapter_config.json"), str(path)
+        )
 
 
 def _refused_kind(kind: Any, where: str) -> AdapterswapError:
@@ -630,7 +632,7 @@ def _is_alpha(value: Any) -> bool:
 
 
 def check_written(config: Mapping[str, Any]) -> None:
-    """Check that `read_adapter_config` would accept the ranks and alphas of a config that is about to be written."""
+    """Check that `AdapterConfig.read` would accept the ranks and alphas of a config that is about to be written."""
     for key, pattern, fits, bounds in (
         ("r", "rank_pattern", _is_rank, _RANK),
         ("lora_alpha", "alpha_pattern", _is_alpha, _ALPHA),

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.kit.errors import Problems, UnsupportedError
-from adapterswap.kit.files.tensorfile import FLOATS, TensorFile
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import TensorFile
 from adapterswap.kit.files.text import shown
 
 # Keys that, when set, make the adapter something other than W + s·B·A, and why.
@@ -129,10 +130,10 @@ def _names(keys: Keys, problems: Problems) -> None:
 def _dtypes(keys: Keys, problems: Problems) -> None:
     tensors = keys.file.tensors.values()
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        if dtype not in FLOATS:
+        if dtype not in Dtype.FLOATS:
             first, *others = (tensor.name for tensor in tensors if tensor.dtype == dtype)
             named = f"{first} and {len(others)} more tensors are" if others else f"{first} is"
-            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(FLOATS)}"
+            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(Dtype.FLOATS)}"
             problems.add(f"{keys.folder}: {named} {dtype}", remedy, kind=UnsupportedError)
 
 

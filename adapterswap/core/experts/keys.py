@@ -202,33 +202,43 @@ def canonical_key(key: str) -> str:
     return _ADAPTER_NAME.sub(r"\1", key)
 
 
-def factor_key(module: str, factor: Literal["A", "B"], *, embedding: bool) -> str:
-    """The key under which PEFT stores a factor of a module."""
-    return f"{_PREFIX}{module}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
+class ModuleKeys(str):
+    """The keys under which PEFT stores what belongs to a module, and what the module's name says.
 
-
-def base_copy_key(module: str) -> str:
-    """The key under which PEFT stores the base's own weight of an embedding or head beside its LoRA."""
-    return f"{_PREFIX}{module}.{_COPY}"
-
-
-def parameter_name(module: str, parameter: str) -> str:
-    """The full name in the base of a parameter of a module that an adapter holds in full; see `SortedKeys.saved`."""
-    return module if is_bias(module) else f"{module}.{parameter}"
-
-
-def parameter_key(module: str, parameter: str, *, wrapped: bool = False) -> str:
-    """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
-
-    `wrapped` means that the bias belongs to an adapted module, which PEFT's layer wraps.
+    It is the module's name in the base or, for a trained bias of the base, the bias's own.
     """
-    name = parameter_name(module, parameter)
-    return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
 
+    __slots__ = ()
 
-def is_bias(name: str) -> bool:
-    """Whether a name belongs to a trained bias of the base, not to a module."""
-    return name.endswith(".bias")
+    @property
+    def is_bias(self) -> bool:
+        """Whether it is a trained bias of the base, not a module."""
+        return self.endswith(".bias")
+
+    def factor(self, factor: Literal["A", "B"], *, embedding: bool) -> str:
+        """The key under which PEFT stores a factor of a module."""
+        return f"{_PREFIX}{self}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
+
+    @property
+    def base_copy(self) -> str:
+        """The key under which PEFT stores the base's own weight of an embedding or head beside its LoRA."""
+        return f"{_PREFIX}{self}.{_COPY}"
+
+    def parameter_name(self, parameter: str) -> str:
+        """The full name in the base of a parameter that an adapter holds in full; see `SortedKeys.saved`."""
+        return str(self) if self.is_bias else f"{self}.{parameter}"
+
+    def parameter(self, parameter: str, *, wrapped: bool = False) -> str:
+        """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
+
+        `wrapped` means that the bias belongs to an adapted module, which PEFT's layer wraps.
+        """
+        name = self.parameter_name(parameter)
+        return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
+
+    def part(self, part: str) -> str:
+        """The key under which PEFT stores a tensor (`part`) of a module."""
+        return f"{_PREFIX}{self}.{part}"
 
 
 _MISNAMED = (
@@ -257,11 +267,6 @@ def misnamed(module: str) -> str | None:
 
 is_fused = re.compile(r"\.experts\.\d+\.").search
 """Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
-
-
-def part_key(module: str, part: str) -> str:
-    """The key under which PEFT stores a tensor (`part`) of a module."""
-    return f"{_PREFIX}{module}.{part}"
 
 
 def shared_key(name: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from adapterswap.core.experts.adapter import Adapter, by_layer
 from adapterswap.core.model.base import Base
-from adapterswap.core.model.layers import layer_of
+from adapterswap.core.model.layers import ModuleName
 from adapterswap.kit.errors import ExpertError
 
 
@@ -51,7 +51,9 @@ def renamed_adapter(adapter: Adapter, mapping: Mapping[str, str], expert: str, c
     if all(new == old for old, new in mapping.items()):
         return adapter
     check_distinct(mapping, expert)
-    parts = by_layer(part.at(mapping[old], layer_of(mapping[old], container)) for old, part in adapter.parts.items())
+    parts = by_layer(
+        part.at(mapping[old], ModuleName(mapping[old]).layer(container)) for old, part in adapter.parts.items()
+    )
     layered = any(part.layer is not None for part in parts.values())
     original = {mapping[name]: adapter.original.get(name, name) for name in adapter.parts}
     return replace(adapter, parts=parts, container=container if layered else None, renamed=True, original=original)

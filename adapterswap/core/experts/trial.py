@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from adapterswap.core.experts.adapter import and_more
 from adapterswap.core.experts.keys import canonical_key, misnamed
 from adapterswap.core.model.base import empty_model
-from adapterswap.core.model.sources import base_config
+from adapterswap.core.model.sources import Reference
 from adapterswap.kit.errors import ExpertError, UnsupportedError, reason_of
 from adapterswap.kit.files.tensorfile import TensorFile
 
@@ -57,7 +57,7 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
     import torch
     from peft import PeftConfig
 
-    model = empty_model(base_config(base)[0].folder, base, task_type=task_type)
+    model = empty_model(Reference(base).config()[0].folder, base, task_type=task_type)
     known_names = {name for name, _ in model.named_modules()}
     bare_names = {re.sub(r"(\.base_layer)+$", "", name) for name in names}
     if unknown := sorted(bare_names - known_names):

@@ -30,11 +30,10 @@ from adapterswap.core.model.layers import (
     EMBEDDINGS,
     HEADS,
     Kind,
+    ModuleName,
     before_layers,
     has_both_stacks,
-    kind_of,
     layer_container,
-    layer_of,
     of_any_stack,
 )
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, reason_of
@@ -145,13 +144,6 @@ def _builder(config: Any, *, to_adapt: bool, task_type: str | None) -> Callable[
     return partial(chosen.from_config, trust_remote_code=False)
 
 
-def base_at(folder: Path, name: str, *, to_adapt: bool = False) -> Base:
-    """The model of `empty_model`, which is built once for one content of config.json. The arguments are the same."""
-    config = read_small(folder / "config.json", "Pass a base model's folder, with its config.json")
-    with _explained(name):
-        return _built(folder.resolve(), config, to_adapt)
-
-
 @lru_cache(maxsize=4)
 def _built(folder: Path, config: bytes, to_adapt: bool) -> Base:
     opened = _config(folder)
@@ -192,7 +184,7 @@ class Weight:
     @property
     def kind(self) -> Kind:
         """Attention, mlp or other, by the module's name."""
-        return kind_of(self.name)
+        return ModuleName(self.name).kind
 
     @property
     def shape(self) -> str:
@@ -281,7 +273,7 @@ class Base(Mapping[str, Weight]):
                 embedding=embedding,
                 transposed=embedding or isinstance(module, Conv1D),
                 tied=tuple(other for other in sharing[first[name]] if other != name),
-                layer=layer_of(name, container),
+                layer=ModuleName(name).layer(container),
             )
         return weights
 
@@ -506,6 +498,13 @@ class Base(Mapping[str, Weight]):
             transposed = bool(getattr(modules.get(name.rpartition(".")[0]), "is_transposed", False))
             fused[name] = FusedParameter(name, shape, transposed, alone.get(name), parts)
         return fused
+
+    @staticmethod
+    def at(folder: Path, name: str, *, to_adapt: bool = False) -> Base:
+        """The model of `empty_model`, built once for one content of config.json. The arguments are the same."""
+        config = read_small(folder / "config.json", "Pass a base model's folder, with its config.json")
+        with _explained(name):
+            return _built(folder.resolve(), config, to_adapt)
 
 
 def _holder_of_bias(name: str) -> str | None:

@@ -9,8 +9,7 @@ No tensor is read and torch is not imported. An index is always compared with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,41 +19,29 @@ from typing import Any
 
 import numpy as np
 
-from adapterswap.core.companions.config import ConfigDifferences, compare_configs
+from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.architectures import architectures_in
-from adapterswap.core.model.base import Base, FusedParameter, base_at
+from adapterswap.core.model.base import Base, FusedParameter
 from adapterswap.core.model.layers import (
     EMBEDDINGS,
     KeptLayers,
     Kind,
+    ModelConfig,
+    ModuleName,
     Stack,
     before_layers,
-    is_vocabulary,
-    kind_of,
-    language_config,
     layer_container,
-    layer_of,
-    layers_ahead,
     recorded_layers,
-    stack_of,
-    stacked_layers_in_config,
 )
 from adapterswap.core.model.quantization import Quantization, quantization_in
 from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
-from adapterswap.core.model.sources import (
-    MODEL_WEIGHTS,
-    PROVENANCE,
-    TRAINING_RECORD,
-    Source,
-    find_source,
-    recorded_base,
-)
+from adapterswap.core.model.sources import MODEL_WEIGHTS, PROVENANCE, TRAINING_RECORD, Records, Source
 from adapterswap.core.model.stored import StoredModules
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.kit.files.hashes import fingerprints, sha256_of
-from adapterswap.kit.files.numbers import encode, open_files, read_bytes, read_elements
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor, TensorFile, read_header
+from adapterswap.kit.files.hashes import fingerprint
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 from adapterswap.kit.files.text import exists, read_json
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
@@ -80,13 +67,13 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     if container is None:
         return
     problems = Problems(ExpertError)
-    model = language_config(config)
-    configured = stacked_layers_in_config(config)
+    model = ModelConfig(config).language
+    configured = ModelConfig(config).stacked_layers
     if not isinstance(configured, int | None):
         _check_stacks(folder, configured, tensors, container, problems)
         configured = None
     stored = _num_layers(tensors, container)
-    most = (configured or 0) + layers_ahead(config)
+    most = (configured or 0) + ModelConfig(config).layers_ahead
     if configured is not None and _SHARED not in model and not configured <= stored <= most:
         problems.add(
             f"{folder}: config.json says {configured} layers, but the weights have {stored} in {container}", _REMEDY
@@ -94,7 +81,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
     for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
         tensor = tensors.get(name)
-        if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in FLOATS:
+        if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in Dtype.FLOATS:
             continue
         if widths and tensor.shape[1] not in widths:
             problems.add(
@@ -107,7 +94,11 @@ def _check_stacks(
     folder: Path, configured: Mapping[Stack, int], tensors: Iterable[str], container: str, problems: Problems
 ) -> None:
     for stack, count in configured.items():
-        inside = [name for name in tensors if stack_of(name) == stack and layer_of(name, container) is not None]
+        inside = [
+            name
+            for name in tensors
+            if ModuleName(name).stack == stack and ModuleName(name).layer(container) is not None
+        ]
         stored = _num_layers(inside, container) if inside else 0
         if stored not in (0, count):  # an encoder alone has no decoder
             message = f"{folder}: config.json says {count} {stack} layers, but the weights have {stored}"
@@ -115,7 +106,7 @@ def _check_stacks(
 
 
 def _num_layers(tensors: Iterable[str], container: str) -> int:
-    return 1 + max(layer for name in tensors if (layer := layer_of(name, container)) is not None)
+    return 1 + max(layer for name in tensors if (layer := ModuleName(name).layer(container)) is not None)
 
 
 MODEL_INDEX = "model.safetensors.index.json"
@@ -155,7 +146,7 @@ class StoredTensor:
     @property
     def has_tokens(self) -> bool:
         """Whether it has a row for each token: an embedding's or a head's tensor, but not a single number there."""
-        return bool(self.tensor.shape) and is_vocabulary(self.module, self.layer)
+        return bool(self.tensor.shape) and ModuleName(self.module).is_vocabulary(self.layer)
 
 
 @dataclass(frozen=True)
@@ -192,7 +183,7 @@ class Checkpoint:
     @cached_property
     def base(self) -> Base:
         """Its model as transformers builds it. Ask this only where the headers do not decide."""
-        return base_at(self.source.folder, self.name)
+        return Base.at(self.source.folder, self.name)
 
     @property
     def quantization(self) -> Quantization | None:
@@ -201,7 +192,7 @@ class Checkpoint:
 
     def compared_config(self, other: Checkpoint) -> ConfigDifferences:
         """Where the config of another checkpoint computes differently from this one's."""
-        return compare_configs(self.config, other.config)
+        return ConfigDifferences.between(self.config, other.config)
 
     def dequantized(self) -> Checkpoint:
         """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""
@@ -224,7 +215,10 @@ class Checkpoint:
         """
         names = [name for name in self.parameters if name in other.parameters and name not in without]
         pairs = [(self.parameters[name], other.parameters[name]) for name in names]
-        order = [[FLOATS.index(p.tensor.dtype) if p.tensor.dtype in FLOATS else -1 for p in pair] for pair in pairs]
+        order = [
+            [Dtype.FLOATS.index(p.tensor.dtype) if p.tensor.dtype in Dtype.FLOATS else -1 for p in pair]
+            for pair in pairs
+        ]
         alike = all(ours.tensor.shape == theirs.tensor.shape for ours, theirs in pairs)
         if not alike or any(-1 in pair or pair[0] < pair[1] for pair in order):
             return None
@@ -232,9 +226,9 @@ class Checkpoint:
         with open_files([*self.shards, *other.shards]) as files:
             for ours, theirs in pairs:
                 dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), most)
-                precise = read_elements(other.name, files[theirs.path], theirs.tensor, 0, count)
-                own = read_bytes(files[ours.path], ours.tensor, 0, count * DTYPE_BYTES[dtype])
-                if not np.array_equal(encode(precise, dtype), own):
+                precise = theirs.tensor.read_elements(other.name, files[theirs.path], 0, count)
+                own = ours.tensor.read_bytes(files[ours.path], 0, count * Dtype.BYTES[dtype])
+                if not np.array_equal(Dtype(dtype).pack(precise), own):
                     return None
         rounded = (pair[0].tensor.dtype for pair, (ours, theirs) in zip(pairs, order, strict=True) if ours > theirs)
         return next(rounded, None)
@@ -330,6 +324,14 @@ class Checkpoint:
         embedding, head = self.base.tied_head
         return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
 
+    @staticmethod
+    def read(source: Source, *, what: str = "base model") -> Checkpoint:
+        """Open the checkpoint of a source; see `open_checkpoint`."""
+        if what != "base model":
+            return _read_checkpoint(source, what)
+        with _about_base():
+            return _read_checkpoint(source, what)
+
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
     """Open a checkpoint from a local folder or a Hub id `org/name[/subfolder][@revision]`.
@@ -346,17 +348,9 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         UnsupportedError: it holds only pickled weights.
     """
     parameter = None if what == "base model" else "reference"
-    return read_checkpoint(
-        find_source(reference, [*WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter), what=what
+    return Checkpoint.read(
+        Source.find(reference, [*WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter), what=what
     )
-
-
-def read_checkpoint(source: Source, *, what: str = "base model") -> Checkpoint:
-    """Open the checkpoint of a source; see `open_checkpoint`."""
-    if what != "base model":
-        return _read_checkpoint(source, what)
-    with _about_base():
-        return _read_checkpoint(source, what)
 
 
 @contextmanager
@@ -380,22 +374,22 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
     tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
     container = layer_container(tensors)
     check_config(source.folder, config, tensors, container)
-    depth = stacked_layers_in_config(config)
+    depth = ModelConfig(config).stacked_layers
     parameters = {}
     for shard in shards:
         for name, tensor in shard.tensors.items():
             module = name.rpartition(".")[0]
-            layer = layer_of(name, container)
+            layer = ModuleName(name).layer(container)
             if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
-            parameters[name] = StoredTensor(name, module, layer, kind_of(module), tensor, shard.path)
+            parameters[name] = StoredTensor(name, module, layer, ModuleName(module).kind, tensor, shard.path)
     return Checkpoint(
         source,
         config,
         shards,
         parameters,
         container,
-        recorded_base(source.folder),
+        Records(source.folder).base(),
         recorded_layers(source.folder),
     )
 
@@ -421,7 +415,7 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     A single file comes before an index, which may be left from an earlier save, and an index must match its shards.
     """
     if exists(folder / MODEL_WEIGHTS):
-        return (read_header(folder / MODEL_WEIGHTS),)
+        return (TensorFile.read(folder / MODEL_WEIGHTS),)
     index = folder / MODEL_INDEX
     if not exists(index):
         raise _missing(folder)
@@ -436,7 +430,7 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     shards = []
     for name in sorted(set(weight_map.values())):
         with problems.collect():
-            shards.append(read_header(folder / name))
+            shards.append(TensorFile.read(folder / name))
     problems.raise_if_any()
     owners: dict[str, str] = {}
     for shard in shards:
@@ -466,17 +460,12 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
     )
 
 
-@contextmanager
-def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
-    """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
-    with ThreadPoolExecutor(1) as worker:
-        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
-        try:
-            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
-        finally:
-            worker.shutdown(wait=False, cancel_futures=True)
-
-
 def model_fingerprints(folder: Path) -> dict[str, str]:
     """The fingerprints of a model's config, weights, tokenizer and chat template."""
     return fingerprints(folder, [pattern for pattern in WEIGHT_FILES if pattern != "README.md"])
+
+
+def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
+    """The fingerprints of the files in a folder that match one of the patterns, by name."""
+    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: fingerprint(path) for path in sorted(files)}

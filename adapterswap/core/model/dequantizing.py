@@ -10,7 +10,7 @@ from typing import Any
 
 from adapterswap.core.companions.companions import copy_companions
 from adapterswap.core.model.base import read_config
-from adapterswap.core.model.checkpoints import Checkpoint, read_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.loading import load_as_saved
 from adapterswap.core.model.quantization import Quantization, quantization_in, settings_in
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
@@ -31,7 +31,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         model.save_pretrained(folder)
         del model
         copy_companions(base.source.folder, folder)
-        checkpoint = read_checkpoint(replace(base.source, folder=folder))
+        checkpoint = Checkpoint.read(replace(base.source, folder=folder))
         if checkpoint.quantization is not None:
             raise _cannot(base.name, base.quantization, "the weights stay quantized")
         if lacking := checkpoint.lacking:

@@ -17,8 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from adapterswap.core.model.architectures import architecture_of
-from adapterswap.core.model.sources import PROVENANCE, read_provenance
+from adapterswap.core.model.architectures import Architecture, architecture_of
+from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 
 Kind = Literal["attention", "mlp", "other"]
@@ -131,23 +131,77 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
     return inside
 
 
-def stack_of(name: str) -> Stack | None:
-    """The stack of a module, from the first segment of its name that is an encoder's or a decoder's; None without one.
+class ModuleName(str):
+    """The name of a module in a model, and what it says about the module."""
 
-    Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stacks_in`.
-    """
-    match = _STACK.search(name)
-    return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
+    __slots__ = ()
 
+    @property
+    def stack(self) -> Stack | None:
+        """The stack, from the first segment of the name that is an encoder's or a decoder's; None without one.
 
-def in_stack(name: str, stack: Stack) -> str:
-    """The name of the same module in the encoder or the decoder."""
-    return _STACK.sub(rf"\g<before>{stack}", name, count=1)
+        Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stacks_in`.
+        """
+        match = _STACK.search(self)
+        return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
+
+    def in_stack(self, stack: Stack) -> str:
+        """The name of the same module in the encoder or the decoder."""
+        return _STACK.sub(rf"\g<before>{stack}", self, count=1)
+
+    def within(self, layer: int) -> str:
+        """The part of the name after the layer: `self_attn.q_proj`."""
+        return self.partition(f".{layer}.")[2]
+
+    def layer(self, container: str | None) -> int | None:
+        """The index of the module's transformer layer; None for embeddings, heads and other towers."""
+        match = _NUMBERED.match(self)
+        if match is None or container is None:
+            return None
+        own_container = match["container"][:-1]
+        same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
+        return int(match["layer"]) if same else None
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the module, by the names that model families use."""
+        segments = self.split(".")
+        for place, segment in enumerate(segments):
+            if segment in _ATTENTION:
+                return "attention"
+            if segment in _MLP:
+                return "mlp"
+            if segment in _MIXED:
+                within = set(segments[place + 1 :])
+                return "attention" if within & _IN_ATTENTION else "mlp" if within & _IN_MLP else "other"
+        return "other"
+
+    def ends(self) -> Iterator[str]:
+        """The name, and the part of it after each of its dots."""
+        yield str(self)
+        for place, character in enumerate(self):
+            if character == ".":
+                yield self[place + 1 :]
+
+    def is_ahead(self, layer: int | None, num_layers: NumLayers | None) -> bool:
+        """Whether it predicts further tokens, by its name or because its layer follows the last one."""
+        return _AHEAD.search(self) is not None or (
+            layer is not None and isinstance(num_layers, int) and layer >= num_layers
+        )
+
+    def is_vocabulary(self, layer: int | None) -> bool:
+        """Whether it is an embedding or a head, whose weight has a row for each token."""
+        return layer is None and self.rpartition(".")[2] in EMBEDDINGS | HEADS
+
+    def is_other_part(self, container: str | None) -> bool:
+        """Whether it belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
+        layer = self.layer(container)
+        return layer is None and not self.is_vocabulary(layer) and any(map(_OTHER_PARTS.search, self.split(".")))
 
 
 def stacks_in(names: Iterable[str], num_layers: NumLayers) -> dict[str, Stack | None]:
     """The stack of each module, for a model that has both; None for other models."""
-    return dict.fromkeys(names) if isinstance(num_layers, int) else {name: stack_of(name) for name in names}
+    return dict.fromkeys(names) if isinstance(num_layers, int) else {name: ModuleName(name).stack for name in names}
 
 
 def has_both_stacks(container: str | None) -> bool:
@@ -172,78 +226,61 @@ def before_layers(container: str) -> str:
     return "".join(f"{part}." for part in parts)
 
 
-def within_layer(name: str, layer: int) -> str:
-    """The part of a module's name after its layer: `self_attn.q_proj`."""
-    return name.partition(f".{layer}.")[2]
+@dataclass(frozen=True)
+class ModelConfig:
+    """The content of a model's config.json, and what it says about the language model."""
 
+    content: Mapping[str, Any]
 
-def layer_of(name: str, container: str | None) -> int | None:
-    """The index of the transformer layer of module `name`; None for embeddings, heads and other towers."""
-    match = _NUMBERED.match(name)
-    if match is None or container is None:
-        return None
-    own_container = match["container"][:-1]
-    same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
-    return int(match["layer"]) if same else None
+    @property
+    def language(self) -> Mapping[str, Any]:
+        """The part that describes the language model; the whole config if it has no such part."""
+        nested = next((part for key in _TEXT_CONFIG_KEYS if isinstance(part := self.content.get(key), Mapping)), None)
+        return self.content if nested is None else ModelConfig(nested).language
 
+    @property
+    def stacked_layers(self) -> NumLayers | None:
+        """The number of the language model's layers, or that of each of its stacks; None if it does not say."""
+        if self.content.get("is_encoder_decoder"):
+            return _stacked(self.content)
+        for key in _TEXT_CONFIG_KEYS:
+            nested = self.content.get(key)
+            if isinstance(nested, Mapping) and (depth := ModelConfig(nested).stacked_layers) is not None:
+                return depth
+        for key in _NUM_LAYERS_KEYS:
+            value = self.content.get(key)
+            if _is_depth(value):
+                return int(value or 0)
+        for key in _LAYER_TYPES_KEYS:  # hybrid models whose config has no number of layers
+            value = self.content.get(key)
+            if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
+                return len(value)
+        return _depth_by_default(self.content) if self.language is not self.content else None
 
-def kind_of(name: str) -> Kind:
-    """The kind of module `name`, by the names that model families use."""
-    segments = name.split(".")
-    for place, segment in enumerate(segments):
-        if segment in _ATTENTION:
-            return "attention"
-        if segment in _MLP:
-            return "mlp"
-        if segment in _MIXED:
-            within = set(segments[place + 1 :])
-            return "attention" if within & _IN_ATTENTION else "mlp" if within & _IN_MLP else "other"
-    return "other"
+    @property
+    def num_layers(self) -> int | None:
+        """The number of layers of the language model; None if the config does not say."""
+        num_layers = self.stacked_layers
+        if num_layers is None or isinstance(num_layers, int):
+            return num_layers
+        raise UnsupportedError(
+            f"The base model ({self.content.get('model_type', 'unknown type')}) has an encoder and a decoder",
+            "Use a decoder-only model",
+        )
 
+    @property
+    def layers_ahead(self) -> int:
+        """How many layers that predict further tokens may follow the language model's in their list (DeepSeek, GLM).
 
-def ends_of(name: str) -> Iterator[str]:
-    """`name`, and the part of it after each of its dots."""
-    yield name
-    for place, character in enumerate(name):
-        if character == ".":
-            yield name[place + 1 :]
+        They belong to no layer of the language model; transformers does not load them.
+        """
+        ahead = self.language.get("num_nextn_predict_layers")
+        return ahead if type(ahead) is int and 0 < ahead <= MAX_LAYERS else 0
 
-
-def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model; the whole config if it has no such part."""
-    nested = next((part for key in _TEXT_CONFIG_KEYS if isinstance(part := config.get(key), Mapping)), None)
-    return config if nested is None else language_config(nested)
-
-
-def num_layers_in_config(config: Mapping[str, Any]) -> int | None:
-    """The number of layers of the language model that a config.json describes; None if it does not say."""
-    num_layers = stacked_layers_in_config(config)
-    if num_layers is None or isinstance(num_layers, int):
-        return num_layers
-    raise UnsupportedError(
-        f"The base model ({config.get('model_type', 'unknown type')}) has an encoder and a decoder",
-        "Use a decoder-only model",
-    )
-
-
-def stacked_layers_in_config(config: Mapping[str, Any]) -> NumLayers | None:
-    """The number of layers of the language model that a config.json describes, or that of each of its stacks; None if
-    the config does not say."""
-    if config.get("is_encoder_decoder"):
-        return _stacked(config)
-    for key in _TEXT_CONFIG_KEYS:
-        nested = config.get(key)
-        if isinstance(nested, Mapping) and (depth := stacked_layers_in_config(nested)) is not None:
-            return depth
-    for key in _NUM_LAYERS_KEYS:
-        value = config.get(key)
-        if _is_depth(value):
-            return int(value or 0)
-    for key in _LAYER_TYPES_KEYS:  # hybrid models whose config has no number of layers
-        value = config.get(key)
-        if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
-            return len(value)
-    return _depth_by_default(config) if language_config(config) is not config else None
+    @property
+    def architecture(self) -> Architecture:
+        """What is special about its type of model, without the models nested in it."""
+        return architecture_of(self.content)
 
 
 def _depth_by_default(config: Mapping[str, Any]) -> int | None:
@@ -263,22 +300,6 @@ def _depth_by_default(config: Mapping[str, Any]) -> int | None:
     return depth if _is_depth(depth) else None
 
 
-def layers_ahead(config: Mapping[str, Any]) -> int:
-    """How many layers that predict further tokens may follow the language model's in their list (DeepSeek, GLM).
-
-    They belong to no layer of the language model; transformers does not load them.
-    """
-    ahead = language_config(config).get("num_nextn_predict_layers")
-    return ahead if type(ahead) is int and 0 < ahead <= MAX_LAYERS else 0
-
-
-def is_ahead(name: str, layer: int | None, num_layers: NumLayers | None) -> bool:
-    """Whether a module predicts further tokens, by its name or because its layer follows the last one."""
-    return _AHEAD.search(name) is not None or (
-        layer is not None and isinstance(num_layers, int) and layer >= num_layers
-    )
-
-
 def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
     for keys in _STACKED_KEYS:
         values = [config[key] for key in keys if _is_depth(config.get(key))]
@@ -287,7 +308,7 @@ def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
     if _is_depth(config.get("num_layers")) and config.get("num_decoder_layers") is None:  # T5: as deep as the encoder
         return dict.fromkeys(STACKS, config["num_layers"])
     nested = [config.get(stack) for stack in STACKS]
-    depths = [num_layers_in_config(part) if isinstance(part, Mapping) else None for part in nested]
+    depths = [ModelConfig(part).num_layers if isinstance(part, Mapping) else None for part in nested]
     if None in depths:
         return None
     return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
@@ -330,13 +351,6 @@ def check_depth_of(
         )
 
 
-def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
-    """Whether two depths are the same; a single number also means two stacks of that depth."""
-    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
-    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
-    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
-
-
 def deepest(num_layers: NumLayers) -> int:
     """The number of layers, or that of the deeper stack."""
     return depth_of(None, num_layers)
@@ -366,28 +380,6 @@ def parse_layers(text: str) -> frozenset[int]:
             raise ValueError(f"the range {part.strip()} runs backwards")
         layers.update(range(first, last + 1))
     return frozenset(layers)
-
-
-def is_vocabulary(module: str, layer: int | None) -> bool:
-    """Whether a module is an embedding or a head, whose weight has a row for each token."""
-    return layer is None and module.rpartition(".")[2] in EMBEDDINGS | HEADS
-
-
-def is_other_part(module: str, container: str | None) -> bool:
-    """Whether a module belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
-    layer = layer_of(module, container)
-    return layer is None and not is_vocabulary(module, layer) and any(map(_OTHER_PARTS.search, module.split(".")))
-
-
-def extra_rows(config: Mapping[str, Any], module: str) -> int:
-    """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
-    have none."""
-    if module.rpartition(".")[2] not in EMBEDDINGS:
-        return 0
-    language = language_config(config)
-    rows = architecture_of(language).extra_rows
-    more = language.get(rows) if isinstance(rows, str) else rows
-    return more if type(more) is int else 0
 
 
 def format_layers(layers: Iterable[int]) -> str:
@@ -427,20 +419,13 @@ class KeptLayers:
         )
 
 
-def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
-    """Every layer of a model of this depth, with its stack if the model has two."""
-    if isinstance(num_layers, int):
-        return [(None, layer) for layer in range(num_layers)]
-    return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]
-
-
 def recorded_layers(folder: Path, parts: Iterable[tuple[str, int | None]] = ()) -> KeptLayers | None:
     """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice.
 
     Raises an `ExpertError` if an adapter's `parts` (names and layers) are in other layers: another program has replaced
     the weights since, and left the record.
     """
-    record = read_provenance(folder)
+    record = Records(folder).provenance()
     try:
         recorded = record["slice"]
         kept = KeptLayers.of(recorded["layers"], recorded.get("stack"))
@@ -448,7 +433,7 @@ def recorded_layers(folder: Path, parts: Iterable[tuple[str, int | None]] = ()) 
         return None
     depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
     inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
-    if (odd := next((name for name, layer in inside if not kept.has(stack_of(name), layer)), None)) is not None:
+    if (odd := next((name for name, layer in inside if not kept.has(ModuleName(name).stack, layer)), None)) is not None:
         raise ExpertError(
             f"{folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the weights "
             "were replaced later",

@@ -18,18 +18,18 @@ from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.base import empty_language_model, read_config
 from adapterswap.core.model.checkpoints import check_alone
-from adapterswap.core.model.sources import Source, find_source
+from adapterswap.core.model.sources import Source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.inside import read_inside
-from adapterswap.kit.files.tensorfile import FLOAT_NAMES
+from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import check_pointers
 
 _SMALL_FILES = ["config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json",
                 "*.model", "*.jinja", "vocab*", "merges.txt", "added_tokens.json"]  # fmt: skip
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
-_DTYPES = ("auto", *FLOAT_NAMES)
+_DTYPES = ("auto", *Dtype.NAMES)
 
 
 @dataclass(frozen=True)
@@ -80,49 +80,63 @@ class OpenedBase:
         tokenizer.name_or_path = self.tokenizer.name_or_path  # no path of a folder that is gone
         return replace(self, tokenizer=tokenizer, generation=generation)
 
+    def generation_config(self) -> Any:
+        """The model's own generation settings, as `load_weights` would find them."""
+        from transformers import GenerationConfig
 
-def open_base(reference: str) -> OpenedBase:
-    """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
-    require("models")
-    from transformers import AutoTokenizer
+        if self.generation is not None:
+            return self.generation
+        if (self.source.folder / "generation_config.json").is_file():
+            return GenerationConfig.from_pretrained(self.source.folder)
+        return GenerationConfig.from_model_config(self.config)
 
-    source = find_source(reference, _SMALL_FILES, what="base model")
-    check_pointers(source.folder)
-    try:
-        check_alone(source.folder)
-    except ExpertError as error:
-        raise error.recast(BaseModelError, parameter="base_model") from None
-    config = read_config(source.folder, f"The base model {reference}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
-    except Exception as error:  # as in `load_weights`
-        raise BaseModelError(
-            f"The base model {reference} cannot be opened: {reason_of(error)}",
-            "Pass a folder or Hub id whose config.json and tokenizer transformers can read without remote code",
-            parameter="base_model",
-        ) from None
-    return OpenedBase(reference, source, config, tokenizer)
+    def load_weights(self, *, dtype: str = "auto", **options: Any) -> Any:
+        """Load the causal language model, on the CPU unless `options` say otherwise.
 
+        Args:
+            dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
+            options: further options of `from_pretrained`, such as `quantization_config` or `attn_implementation`.
+        """
+        from transformers import AutoModelForCausalLM
 
-def load_weights(base: OpenedBase, *, dtype: str = "auto", **options: Any) -> Any:
-    """Load the causal language model, on the CPU unless `options` say otherwise.
+        if dtype not in _DTYPES:
+            raise ArgumentError(
+                f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype"
+            )
+        folder = self.source.folder
+        if self.source.revision is not None:  # on the Hub, of which only the small files are here
+            folder = Source.find(self.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
+        model = _load(AutoModelForCausalLM, folder, self.reference, dtype=dtype, **options)
+        if self.generation is not None:
+            model.generation_config = self.generation
+        return model
 
-    Args:
-        base: what `open_base` returned.
-        dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
-        options: further options of `from_pretrained`, such as `quantization_config` or `attn_implementation`.
-    """
-    from transformers import AutoModelForCausalLM
+    def empty_model(self) -> Any:
+        """The causal language model's modules without weights; see `empty_language_model`."""
+        return empty_language_model(self.config, f"The base model {self.reference}")
 
-    if dtype not in _DTYPES:
-        raise ArgumentError(f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype")
-    folder = base.source.folder
-    if base.source.revision is not None:  # on the Hub, of which only the small files are here
-        folder = find_source(base.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-    model = _load(AutoModelForCausalLM, folder, base.reference, dtype=dtype, **options)
-    if base.generation is not None:
-        model.generation_config = base.generation
-    return model
+    @staticmethod
+    def open(reference: str) -> OpenedBase:
+        """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
+        require("models")
+        from transformers import AutoTokenizer
+
+        source = Source.find(reference, _SMALL_FILES, what="base model")
+        check_pointers(source.folder)
+        try:
+            check_alone(source.folder)
+        except ExpertError as error:
+            raise error.recast(BaseModelError, parameter="base_model") from None
+        config = read_config(source.folder, f"The base model {reference}")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
+        except Exception as error:  # as in `load_weights`
+            raise BaseModelError(
+                f"The base model {reference} cannot be opened: {reason_of(error)}",
+                "Pass a folder or Hub id whose config.json and tokenizer transformers can read without remote code",
+                parameter="base_model",
+            ) from None
+        return OpenedBase(reference, source, config, tokenizer)
 
 
 def load_as_saved(folder: Path, name: str, *, config: Any, **options: Any) -> Any:
@@ -176,24 +190,8 @@ def _load(kind: Any, folder: Path, name: str, **options: Any) -> Any:
     return model
 
 
-def generation_config(base: OpenedBase) -> Any:
-    """The model's own generation settings, as `load_weights` would find them."""
-    from transformers import GenerationConfig
-
-    if base.generation is not None:
-        return base.generation
-    if (base.source.folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(base.source.folder)
-    return GenerationConfig.from_model_config(base.config)
-
-
 def _shape(sizes: Sequence[int]) -> str:
     return "×".join(map(str, sizes))
-
-
-def empty_model(base: OpenedBase) -> Any:
-    """The causal language model's modules without weights; see `empty_language_model`."""
-    return empty_language_model(base.config, f"The base model {base.reference}")
 
 
 def choose_device(name: str) -> Any:

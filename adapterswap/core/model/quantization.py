@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from adapterswap.core.model.layers import language_config
+from adapterswap.core.model.layers import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ _METHODS = {
 def settings_in(config: Mapping[str, Any]) -> Any:
     """The settings of the quantization in a config.json; of a multimodal model, they may be those of its language
     model. None if there are none."""
-    places = (config, language_config(config))
+    places = (config, ModelConfig(config).language)
     return next(filter(None, (place.get(key) for place in places for key in _KEYS)), None)
 
 

@@ -28,11 +28,10 @@ from adapterswap.kit.errors import (
     BaseModelError,
     ExpertError,
     NotFoundError,
-    OutputError,
     printable,
     reason_of,
 )
-from adapterswap.kit.files.hashes import Stamps, fingerprint, stamps
+from adapterswap.kit.files.hashes import Stamps, fingerprint
 from adapterswap.kit.files.text import exists, expand, is_folder, read_json, shown
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
@@ -110,6 +109,71 @@ class HubId(NamedTuple):
         return f"{self.folder}@{self.revision}" if self.revision else self.folder
 
 
+class Reference(str):
+    """What names a base or an expert: a local folder, or a Hub id `org/name[/subfolder][@revision]`."""
+
+    __slots__ = ()
+
+    @property
+    def hub_id(self) -> HubId | None:
+        """The parts of a Hub id; None for a reference that is, or looks like, a local path.
+
+        These are paths that exist, that begin with `.`, `/` or `~`, or whose first part is an existing folder: a
+        mistyped `experts/swahli` is not looked up on the Hub if there is a folder `experts`.
+        """
+        match = _HUB_ID.fullmatch(self)
+        if match is None or exists(Path(self)) or is_folder(Path(self.partition("/")[0])):
+            return None
+        return HubId(match["repo"], match["subfolder"], match["revision"])
+
+    def config(self) -> tuple[Source, Mapping[str, Any]]:
+        """The source of a base model, a local folder or the Hub's cache, and the content of its config.json."""
+        source = Source.find(self, ["config.json"], what="base model")
+        remedy = "Pass a base model's folder with a valid config.json"
+        return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
+
+    @property
+    def cached_config(self) -> Mapping[str, Any] | None:
+        """The config.json of a base model that is on this machine, in a local folder or the Hub's cache; else None.
+
+        The network is not used. A config that cannot be read counts as missing.
+        """
+        folder = self.cached_folder
+        with suppress(ExpertError):
+            return None if folder is None else read_json(folder / "config.json")
+        return None
+
+    @property
+    def cached_folder(self) -> Path | None:
+        """The folder of a base model that is on this machine; else None. See `cached_config`."""
+        path = expand(self)
+        if is_folder(path):
+            return path
+        hub_id = self.hub_id
+        snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
+        with suppress(BaseModelError):
+            if snapshot is not None and exists(snapshot / "config.json"):
+                _check_links(snapshot, self, BaseModelError)
+                return snapshot
+        return None
+
+    @property
+    def parts(self) -> tuple[str, str | None]:
+        """The repository and the revision of a Hub id `org/name@revision`; any other reference unchanged."""
+        hub_id = self.hub_id
+        return (hub_id.folder, hub_id.revision) if hub_id else (str(self), None)
+
+    def at(self, revision: str | None) -> str:
+        """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
+        return f"{self}@{revision}" if revision and self.is_hub_id and "@" not in self else str(self)
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether it is looked up on the Hub as a base: it has the form of an id, and is not a local path."""
+        hub_id = self.hub_id
+        return hub_id is not None and hub_id.subfolder is None
+
+
 _BASE = "base model"
 
 
@@ -130,81 +194,73 @@ class Source:
     def __str__(self) -> str:
         return f"{self.name}@{self.revision}" if self.revision else self.name
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """The fingerprints of a local base; empty for one on the Hub, whose files may not all be here."""
+        return {} if self.revision else base_fingerprints(self.folder)
 
-def find_source(reference: str | Path, files: Sequence[str], *, what: str, parameter: str | None = None) -> Source:
-    """The folder that `reference` names, downloaded if it is a Hub id.
+    def subfolders_with(self, file: str) -> list[str]:
+        """References to the subfolders of a source that hold a file of this name, such as further adapters.
 
-    Args:
-        reference: a local folder or `org/name[/subfolder][@revision]`. A base model cannot be in a subfolder, because
-            PEFT and transformers find it by the repository's id.
-        files: the files to fetch from the Hub, as names or patterns.
-        what: "adapter" or "base model", for messages.
-        parameter: the parameter to blame if the folder is missing; by default `base_model` for a base model.
-    """
-    parameter = parameter or ("base_model" if what == "base model" else None)
-    if not isinstance(reference, str | Path):
-        raise ArgumentError(
-            f"The {what} is of type {type(reference).__name__}",
-            "Pass a local folder or a Hub id such as org/name",
-            parameter=parameter,
-        )
-    path = expand(reference)
-    if reference == "":
-        raise ArgumentError(
-            f"The {what}'s path is empty",
-            "Pass a folder, or a Hub id such as org/name@revision",
-            parameter=parameter,
-        )
-    if is_folder(path):
-        real = path.resolve()
-        return Source(path if real == Path(os.path.abspath(path)) else real, printable(real.name))
-    how = f" as `{parameter}`" if what == _BASE else ""
-    remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
-    if exists(path):
-        if path.suffix == ".gguf":
-            remedy = "Pass the folder from which the GGUF file was made"
-        elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
-            remedy = "Pass the folder that holds it"
-        raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
-    hub_id = parse_hub_id(reference) if isinstance(reference, str) else None
-    if hub_id is None or (hub_id.subfolder and what == _BASE):
-        first = str(reference).partition("/")[0]
-        hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
-        why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
-        raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
-    return _download(hub_id, files, what, parameter)
+        For a source on the Hub, the repository's list of files is used if the Hub can be reached.
+        """
+        if self.revision is None:
+            return sorted(str(path.parent) for path in self.folder.glob(f"*/{file}"))
+        from huggingface_hub import HfApi, is_offline_mode
 
+        hub_id = Reference(self.name).hub_id
+        if hub_id is None or is_offline_mode():
+            folders = sorted(str(path.parent.relative_to(self.folder)) for path in self.folder.glob(f"*/{file}"))
+            return [f"{self.name}/{folder}" for folder in folders]
+        with suppress(Exception):  # as in `_download`; the caller already has an error to report
+            files = HfApi().list_repo_files(hub_id.repo, revision=self.revision)
+            folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
+            return [f"{hub_id.repo}/{folder}" for folder in folders]
+        return []
 
-def parse_hub_id(reference: str) -> HubId | None:
-    """The parts of a Hub id; None for a reference that is, or looks like, a local path.
+    @staticmethod
+    def find(reference: str | Path, files: Sequence[str], *, what: str, parameter: str | None = None) -> Source:
+        """The folder that `reference` names, downloaded if it is a Hub id.
 
-    These are paths that exist, that begin with `.`, `/` or `~`, or whose first part is an existing folder: a mistyped
-    `experts/swahli` is not looked up on the Hub if there is a folder `experts`.
-    """
-    match = _HUB_ID.fullmatch(reference)
-    if match is None or exists(Path(reference)) or is_folder(Path(reference.partition("/")[0])):
-        return None
-    return HubId(match["repo"], match["subfolder"], match["revision"])
-
-
-def subfolders_with(source: Source, file: str) -> list[str]:
-    """References to the subfolders of a source that hold a file of this name, such as further adapters.
-
-    For a source on the Hub, the repository's list of files is used if the Hub can be reached.
-    """
-    if source.revision is None:
-        return sorted(str(path.parent) for path in source.folder.glob(f"*/{file}"))
-    from huggingface_hub import HfApi, is_offline_mode
-
-    hub_id = parse_hub_id(source.name)
-    if hub_id is None or is_offline_mode():
-        folders = sorted(str(path.parent.relative_to(source.folder)) for path in source.folder.glob(f"*/{file}"))
-        return [f"{source.name}/{folder}" for folder in folders]
-    with suppress(Exception):  # as in `_download`; the caller already has an error to report
-        files = HfApi().list_repo_files(hub_id.repo, revision=source.revision)
-        folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
-        return [f"{hub_id.repo}/{folder}" for folder in folders]
-    return []
+        Args:
+            reference: a local folder or `org/name[/subfolder][@revision]`. A base model cannot be in a subfolder,
+                because PEFT and transformers find it by the repository's id.
+            files: the files to fetch from the Hub, as names or patterns.
+            what: "adapter" or "base model", for messages.
+            parameter: the parameter to blame if the folder is missing; by default `base_model` for a base model.
+        """
+        parameter = parameter or ("base_model" if what == "base model" else None)
+        if not isinstance(reference, str | Path):
+            raise ArgumentError(
+                f"The {what} is of type {type(reference).__name__}",
+                "Pass a local folder or a Hub id such as org/name",
+                parameter=parameter,
+            )
+        path = expand(reference)
+        if reference == "":
+            raise ArgumentError(
+                f"The {what}'s path is empty",
+                "Pass a folder, or a Hub id such as org/name@revision",
+                parameter=parameter,
+            )
+        if is_folder(path):
+            real = path.resolve()
+            return Source(path if real == Path(os.path.abspath(path)) else real, printable(real.name))
+        how = f" as `{parameter}`" if what == _BASE else ""
+        remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
+        if exists(path):
+            if path.suffix == ".gguf":
+                remedy = "Pass the folder from which the GGUF file was made"
+            elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
+                remedy = "Pass the folder that holds it"
+            raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
+        hub_id = Reference(reference).hub_id if isinstance(reference, str) else None
+        if hub_id is None or (hub_id.subfolder and what == _BASE):
+            first = str(reference).partition("/")[0]
+            hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
+            why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
+            raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
+        return _download(hub_id, files, what, parameter)
 
 
 def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | None) -> Source:
@@ -252,91 +308,11 @@ def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folde
             )
 
 
-def base_config(reference: str | Path) -> tuple[Source, Mapping[str, Any]]:
-    """The source of a base model, a local folder or the Hub's cache, and the content of its config.json."""
-    source = find_source(reference, ["config.json"], what="base model")
-    remedy = "Pass a base model's folder with a valid config.json"
-    return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
-
-
-def cached_base_config(reference: str) -> Mapping[str, Any] | None:
-    """The config.json of a base model that is on this machine, in a local folder or the Hub's cache; else None.
-
-    The network is not used. A config that cannot be read counts as missing.
-    """
-    folder = cached_base_folder(reference)
-    with suppress(ExpertError):
-        return None if folder is None else read_json(folder / "config.json")
-    return None
-
-
-def cached_base_folder(reference: str) -> Path | None:
-    """The folder of a base model that is on this machine; else None. See `cached_base_config`."""
-    path = expand(reference)
-    if is_folder(path):
-        return path
-    hub_id = parse_hub_id(reference)
-    snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
-    with suppress(BaseModelError):
-        if snapshot is not None and exists(snapshot / "config.json"):
-            _check_links(snapshot, reference, BaseModelError)
-            return snapshot
-    return None
-
-
-def split_revision(reference: str) -> tuple[str, str | None]:
-    """The repository and the revision of a Hub id `org/name@revision`; any other reference unchanged."""
-    hub_id = parse_hub_id(reference)
-    return (hub_id.folder, hub_id.revision) if hub_id else (reference, None)
-
-
-def at_revision(base: str, revision: str | None) -> str:
-    """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
-    return f"{base}@{revision}" if revision and is_hub_id(base) and "@" not in base else base
-
-
 def same_base(one: str | None, other: str | None) -> bool:
     """Whether two adapters name the same base: by the same text, or by paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
     return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
-
-
-# What publishers add to a model's name for a copy in another number format: suffixes, and prefixes.
-_COPIES = re.compile(
-    r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
-)
-_MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
-
-
-def alias_remedy(one: str | None, other: str | None) -> str:
-    """The remedy for experts that name different bases, since different names may mean the same weights.
-
-    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably are the same model,
-    but no name can prove it, so the user has to declare it. A LoRA that was trained on a 4-bit copy is usually applied
-    to the original.
-    """
-    if one is None or other is None or _plain_name(one) != _plain_name(other):
-        return (
-            "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
-            "other with adapters merged into it, the experts cannot be composed"
-        )
-    original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
-    if not is_hub_id(original):
-        original = "PATH"
-    return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
-
-
-def _plain_name(base: str) -> str:
-    """A base's own name, without its publisher and number format."""
-    name = split_revision(base)[0].rstrip("/").rpartition("/")[2].lower()
-    return _MAKERS.sub("", _COPIES.sub("", name))
-
-
-def is_hub_id(reference: str) -> bool:
-    """Whether `find_source` would look for this base on the Hub: it has the form of an id, and is not a local path."""
-    hub_id = parse_hub_id(reference)
-    return hub_id is not None and hub_id.subfolder is None
 
 
 def public_name(base: str | None) -> str | None:
@@ -399,15 +375,38 @@ def hub_remedy(
 _ALL_WEIGHTS = "model*.safetensors"
 
 
-def read_provenance(folder: Path) -> dict[str, Any]:
-    """The content of a folder's adapterswap.json; empty if there is none or it cannot be read.
+@dataclass(frozen=True)
+class Records:
+    """What the files of records beside an expert's weights say."""
 
-    Raises:
-        ExpertError: another version of adapterswap wrote it, in a format that this one does not know.
-    """
-    content = _content(folder / PROVENANCE)
-    check_format(content.get("format", FORMAT), folder / PROVENANCE)
-    return content
+    folder: Path
+
+    def provenance(self) -> dict[str, Any]:
+        """The content of adapterswap.json; empty if there is none or it cannot be read.
+
+        Raises:
+            ExpertError: another version of adapterswap wrote it, in a format that this one does not know.
+        """
+        content = _content(self.folder / PROVENANCE)
+        check_format(content.get("format", FORMAT), self.folder / PROVENANCE)
+        return content
+
+    def training(self) -> dict[str, Any]:
+        """The training.json in the folder or, for another checkpoint of the same run, in the folder above it; empty if
+        there is none or it cannot be read."""
+        above = [self.folder.parent] if self.folder.name.startswith("checkpoint-") else []
+        return next(filter(None, (_content(place / TRAINING_RECORD) for place in (self.folder, *above))), {})
+
+    def base(self) -> dict[str, str]:
+        """The fingerprints of the base that an expert's own record names; empty if it names none."""
+        for content in (self.training(), self.provenance()):
+            sources = [content.get("base"), _inside(content, "extraction").get("base")]
+            experts = _inside(content, "experts").values()
+            recorded = [_inside(source, "fingerprints") for source in sources]
+            recorded += [_inside(expert, "base_fingerprints") for expert in experts]
+            if (found := next(filter(None, recorded), None)) is not None:
+                return {str(name): str(value) for name, value in found.items()}
+        return {}
 
 
 def check_format(value: object, place: object, *, parameter: str | None = None) -> None:
@@ -418,25 +417,6 @@ def check_format(value: object, place: object, *, parameter: str | None = None) 
             "Make it again with this version, or use the version that made it",
             parameter=parameter,
         )
-
-
-def recorded_base(folder: Path) -> dict[str, str]:
-    """The fingerprints of the base that an expert's own record names; empty if it names none."""
-    for content in (read_training(folder), read_provenance(folder)):
-        sources = [content.get("base"), _inside(content, "extraction").get("base")]
-        experts = _inside(content, "experts").values()
-        recorded = [_inside(source, "fingerprints") for source in sources]
-        recorded += [_inside(expert, "base_fingerprints") for expert in experts]
-        if (found := next(filter(None, recorded), None)) is not None:
-            return {str(name): str(value) for name, value in found.items()}
-    return {}
-
-
-def read_training(folder: Path) -> dict[str, Any]:
-    """The training.json in an expert's folder or, for another checkpoint of the same run, in the folder above it; empty
-    if there is none or it cannot be read."""
-    above = [folder.parent] if folder.name.startswith("checkpoint-") else []
-    return next(filter(None, (_content(place / TRAINING_RECORD) for place in (folder, *above))), {})
 
 
 def _content(record: Path) -> dict[str, Any]:
@@ -452,11 +432,6 @@ def _inside(content: Any, key: str) -> dict[str, Any]:
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def identity_of(base: Source) -> dict[str, str]:
-    """The fingerprints of a local base; empty for one on the Hub, whose files may not all be here."""
-    return {} if base.revision else base_fingerprints(base.folder)
-
-
 def base_fingerprints(folder: Path) -> dict[str, str]:
     """The fingerprints of a base's weights, by file; read again only if a file changes.
 
@@ -464,82 +439,10 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
     """
     single = folder / MODEL_WEIGHTS
     paths = [single] if single.is_file() else sorted(folder.glob(_ALL_WEIGHTS))
-    return dict(_fingerprints(stamps(path for path in paths if path.is_file())))
+    return dict(_fingerprints(Stamps.of(path for path in paths if path.is_file())))
 
 
 @lru_cache(maxsize=16)
 def _fingerprints(files: Stamps) -> dict[str, str]:
     """The fingerprints of files, by name."""
     return {path.name: fingerprint(path) for path, _ in files}
-
-
-def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """The first file in which two bases differ; None if they are the same, or if one of them is unknown."""
-    return min((name for name, _ in one.items() ^ other.items()), default=None) if one and other else None
-
-
-def check_repository(repo: str) -> None:
-    """Raise `ArgumentError` unless `repo` has the form of a repository's id. Call this before any long work."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise ArgumentError(
-            f"`push_to_hub` is {repo!r}, which is not the id of a repository: {reason_of(error)}",
-            "Pass org/name; use `revision` for a branch",
-            parameter="push_to_hub",
-        ) from None
-
-
-def publish(
-    folder: str | Path,
-    repo: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    commit_message: str | None = None,
-) -> str:
-    """Upload a folder to a repository on the Hub, which is created if it does not exist.
-
-    Args:
-        folder: the folder to upload. Files of the same names in the repository are replaced, others stay.
-        repo: the repository's id, such as `org/name`.
-        private: True uploads only to a private repository; False creates a public one if there is none. By default a
-            new repository is private, and an existing one stays as it is.
-        revision: the branch to commit to, which is created if it does not exist; by default the main branch.
-        commit_message: the commit message; the default names adapterswap.
-
-    Returns:
-        The commit's URL.
-    """
-    from huggingface_hub import HfApi
-
-    check_repository(repo)
-    if not is_folder(path := expand(folder)):
-        raise NotFoundError(f"{folder} is not a folder", "Pass the folder to upload", parameter="folder")
-    message = commit_message or "Upload a folder written by adapterswap"
-    try:
-        api = HfApi()
-        api.create_repo(repo, private=private is not False, exist_ok=True)
-        public = private is True and not api.repo_info(repo).private
-        if not public:
-            if revision is not None:
-                api.create_branch(repo, branch=revision, exist_ok=True)
-            commit = api.upload_folder(repo_id=repo, folder_path=path, commit_message=message, revision=revision)
-            return str(commit)
-    except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
-        raise OutputError(
-            f"{folder} was written, but could not be uploaded to {repo}: {hub_reason(error)}",
-            hub_remedy(
-                "Check the network, log in with `hf auth login`, then upload it with `hf upload`",
-                offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
-            ),
-            parameter="push_to_hub",
-        ) from None
-    raise OutputError(
-        f"{folder} was written but not uploaded: {repo} is public, but `private=True` requires a private repository",
-        "Make the repository private in its settings, or choose another one",
-        parameter="private",
-    )

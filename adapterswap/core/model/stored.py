@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 
 from adapterswap.core.model.base import Base
-from adapterswap.core.model.layers import layer_container, layer_of
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor
+from adapterswap.core.model.layers import ModuleName, layer_container
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import Tensor
 
 _PLAIN = frozenset({"weight", "bias"})  # the tensors of a layer that is not quantized
 
@@ -42,7 +43,7 @@ class StoredModules:
         """Whether a parameter, a module or each module in it is stored as floating-point weights and nothing else."""
         tensors = self.of(name)
         alone = all(end.rpartition(".")[2] in _PLAIN for end in tensors) or name in self._tensors
-        return alone and all(tensor.dtype in FLOATS for tensor in tensors.values())
+        return alone and all(tensor.dtype in Dtype.FLOATS for tensor in tensors.values())
 
     def naming(self, names: Iterable[str], container: str | None) -> Callable[[str], str]:
         """How an expert's names become stored names: the first way that explains all of them, else most of them.
@@ -51,7 +52,7 @@ class StoredModules:
             names: the expert's modules.
             container: its list of layers.
         """
-        layered = [name for name in names if layer_of(name, container) is not None] or list(names)
+        layered = [name for name in names if ModuleName(name).layer(container) is not None] or list(names)
         ways: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
         ways += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in self._prefixes]  # type: ignore[misc]
         if container is not None and self._container is not None:
@@ -72,7 +73,7 @@ class StoredModules:
     @cached_property
     def _prefixes(self) -> list[str]:
         """The first parts of the names of tensors in layers."""
-        inside = (name for name in self._tensors if layer_of(name, self._container) is not None)
+        inside = (name for name in self._tensors if ModuleName(name).layer(self._container) is not None)
         return sorted({name.partition(".")[0] for name in inside})
 
     def _next(self, start: str) -> str:

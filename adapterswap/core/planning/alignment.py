@@ -12,11 +12,11 @@ from itertools import combinations
 
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part
-from adapterswap.core.experts.keys import is_bias
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.names import under_canonical_names
-from adapterswap.core.model.base import base_at
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ends_of, of_any_stack, stack_of
-from adapterswap.core.model.sources import cached_base_config, find_source
+from adapterswap.core.model.base import Base
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModuleName, of_any_stack
+from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import reference_of
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems
 
@@ -64,10 +64,12 @@ def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:
     """
     differing, reference = _differing_names(experts), reference_of(experts, base_model)
     unchanged = Aligned(dict(experts), differing, reference)
-    if reference is None or not (differing or (_differ_in_kind(experts) and cached_base_config(reference) is not None)):
+    if reference is None or not (
+        differing or (_differ_in_kind(experts) and Reference(reference).cached_config is not None)
+    ):
         return unchanged
     try:
-        base = base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+        base = Base.at(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
     except AdapterswapError as error:
         return replace(unchanged, unreadable=error)
     renamed, misnamed = dict(experts), list[AdapterswapError]()
@@ -134,7 +136,7 @@ def _twin(ours: Mapping[str, Part], theirs: Mapping[str, Part]) -> tuple[str, st
 
 def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
     """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
-    _, *ends = ends_of(module)
+    _, *ends = ModuleName(module).ends()
     yield from (end for end in ends if end in names)
     last = module.rpartition(".")[2]
     if last in EMBEDDINGS | HEADS:
@@ -143,8 +145,8 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
 
 def _place(module: Part) -> tuple[str, ...]:
     """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
-    parts = (module.name.removesuffix(".bias") if is_bias(module.name) else module.name).split(".")
-    return module.kind, stack_of(module.name) or "", parts[-1], *(part for part in parts if part.isdigit())
+    parts = (module.name.removesuffix(".bias") if ModuleKeys(module.name).is_bias else module.name).split(".")
+    return module.kind, ModuleName(module.name).stack or "", parts[-1], *(part for part in parts if part.isdigit())
 
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:

@@ -6,6 +6,7 @@ the mistakes that it finds to a `Problems`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,33 +18,24 @@ from adapterswap.core.experts.adapter import Adapter, by_layer
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import (
     STACKS,
+    ModelConfig,
+    ModuleName,
     NumLayers,
     Stack,
     check_depth_of,
     format_depth,
     has_both_stacks,
     known_depth,
-    layers_ahead,
     recorded_layers,
-    same_depth,
-    stack_of,
-    stacked_layers_in_config,
 )
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
     WEIGHTS,
+    Records,
+    Reference,
     Source,
-    alias_remedy,
-    base_config,
-    cached_base_config,
-    cached_base_folder,
-    differing_weights,
-    find_source,
-    identity_of,
-    is_hub_id,
     public_name,
-    read_provenance,
     same_base,
 )
 from adapterswap.core.planning.composition import Composition
@@ -93,7 +85,7 @@ def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: 
         return Depth(actual or least_depth(experts), name, actual, required=required, base=found_base)
     base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
-    source = find_source(declared, [], what="base model") if declared and is_local else None
+    source = Source.find(declared, [], what="base model") if declared and is_local else None
     if actual is not None:
         return Depth(actual, base, actual, requested, base=source)
     fault = "does not say how many layers it has" if is_read else "is not on this machine"
@@ -134,8 +126,8 @@ def outside_the_layers(
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
         if deepest >= num_layers:
             reference = reference_of({name: adapter}, base_model)
-            base_config = config or (cached_base_config(reference) if reference else None)
-            if base_config is not None and deepest < num_layers + layers_ahead(base_config):
+            base_config = config or (Reference(reference).cached_config if reference else None)
+            if base_config is not None and deepest < num_layers + ModelConfig(base_config).layers_ahead:
                 outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
                 adapter = replace(adapter, parts=by_layer(outside))
         adapters[name] = adapter
@@ -148,8 +140,8 @@ def _depth_on_this_machine(
     """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
     config was read."""
     base = reference_of(experts, base_model)
-    config = cached_base_config(base) if base else None
-    return base, None if config is None else stacked_layers_in_config(config), config is not None
+    config = Reference(base).cached_config if base else None
+    return base, None if config is None else ModelConfig(config).stacked_layers, config is not None
 
 
 def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | None:
@@ -174,7 +166,9 @@ def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
 
     def least(stack: Stack | None) -> int:
-        layers = [part.layer for part in parts if part.layer is not None and stack in (None, stack_of(part.name))]
+        layers = [
+            part.layer for part in parts if part.layer is not None and stack in (None, ModuleName(part.name).stack)
+        ]
         return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
 
     if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
@@ -190,7 +184,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
         namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
         remedy = "Pass `base_model` with the base's folder, or `num_layers`"
     try:
-        source, config = base_config(base)
+        source, config = Reference(base).config()
     except AdapterswapError as error:
         reason = error.problems[0].message
         raise type(error)(
@@ -198,7 +192,7 @@ def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = Non
             remedy,
             parameter="base_model",
         ) from None
-    return stacked_layers_in_config(config), source
+    return ModelConfig(config).stacked_layers, source
 
 
 _Problem = tuple[str, str]  # the message and the remedy
@@ -271,11 +265,11 @@ def check_base_weights(
             if not _holds(str(base.folder) if base else None, fingerprints):
                 raise ExpertError(*_only_adds(name), parameter="chains")
             continue
-        file = differing_weights(fingerprints, identity_of(base)) if base is not None and fingerprints else None
+        file = differing_weights(fingerprints, base.identity) if base is not None and fingerprints else None
         if base is not None and file is not None:
             place = (own or {}).get(name)
             trained_on = _checkpoint(place)
-            if trained_on is None or identity_of(trained_on.source) != fingerprints:
+            if trained_on is None or trained_on.source.identity != fingerprints:
                 place = None
             if (rounded := _rounded(place, str(base.folder))) is not None:
                 raise BaseModelError(
@@ -306,7 +300,7 @@ def _rounded(first: str | None, second: str | None) -> str | None:
 
 def _checkpoint(reference: str | None) -> Checkpoint | None:
     """The headers of a base on this machine; None if they are not here."""
-    folder = None if reference is None else cached_base_folder(reference)
+    folder = None if reference is None else Reference(reference).cached_folder
     with suppress(AdapterswapError):
         return None if folder is None else open_checkpoint(folder)
     return None
@@ -343,7 +337,9 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
     places = {
         name: expert.config.base_model
         for name, expert in experts.items()
-        if isinstance(expert, Adapter) and expert.config.base_model and not is_hub_id(expert.config.base_model)
+        if isinstance(expert, Adapter)
+        and expert.config.base_model
+        and not Reference(expert.config.base_model).is_hub_id
     }
     sides = {*places.values(), *([declared] if declared is not None else [])}
     recorded = all(experts[name].base_fingerprints for name in places)
@@ -436,7 +432,7 @@ def _identity(adapter: Adapter) -> _Identity:
 
 def _folder_with_record(base: str | None) -> Path | None:
     """The folder of a base that is on this machine and has a record of how it was made; else None."""
-    folder = None if base is None else cached_base_folder(base)
+    folder = None if base is None else Reference(base).cached_folder
     return folder if folder is not None and exists(folder / PROVENANCE) else None
 
 
@@ -446,7 +442,7 @@ def _merged_into_base(base: str | None) -> list[_Identity] | None:
     if folder is None:
         return None
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        merged = [expert["sha256"] for expert in read_provenance(folder)["experts"].values()]
+        merged = [expert["sha256"] for expert in Records(folder).provenance()["experts"].values()]
         return [(hashes[CONFIG], hashes[WEIGHTS]) for hashes in merged] or None
     return None
 
@@ -457,7 +453,7 @@ def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
     if folder is None:
         return False
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
-        record = read_provenance(folder)
+        record = Records(folder).provenance()
         shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
         if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
             return False
@@ -540,3 +536,48 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
         )
     if merged is None:
         yield f"Not checked whether {name} was trained on top of {lower}: no record says what is merged into its base"
+
+
+# What publishers add to a model's name for a copy in another number format: suffixes, and prefixes.
+_COPIES = re.compile(
+    r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
+)
+
+
+_MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
+
+
+def alias_remedy(one: str | None, other: str | None) -> str:
+    """The remedy for experts that name different bases, since different names may mean the same weights.
+
+    `unsloth/X`, its 4-bit copy `unsloth/X-bnb-4bit`, `meta-llama/X` and a local folder `X` probably are the same model,
+    but no name can prove it, so the user has to declare it. A LoRA that was trained on a 4-bit copy is usually applied
+    to the original.
+    """
+    if one is None or other is None or _plain_name(one) != _plain_name(other):
+        return (
+            "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
+            "other with adapters merged into it, the experts cannot be composed"
+        )
+    original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
+    if not Reference(original).is_hub_id:
+        original = "PATH"
+    return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
+
+
+def _plain_name(base: str) -> str:
+    """A base's own name, without its publisher and number format."""
+    name = Reference(base).parts[0].rstrip("/").rpartition("/")[2].lower()
+    return _MAKERS.sub("", _COPIES.sub("", name))
+
+
+def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
+    """The first file in which two bases differ; None if they are the same, or if one of them is unknown."""
+    return min((name for name, _ in one.items() ^ other.items()), default=None) if one and other else None
+
+
+def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
+    """Whether two depths are the same; a single number also means two stacks of that depth."""
+    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
+    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
+    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from adapterswap.core.companions.config import compare_configs
+from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
-from adapterswap.core.experts.keys import is_bias
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.core.model.layers import (
     NO_LAYER,
+    ModuleName,
     NumLayers,
     Stack,
     depth_of,
-    every_layer,
-    extra_rows,
     format_layers,
     has_both_stacks,
-    in_stack,
-    is_vocabulary,
     parse_layers,
-    stack_of,
     stacks_in,
 )
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.rows import extra_rows
 from adapterswap.core.planning.rules import BASE, Rule, place_of
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
@@ -115,7 +112,7 @@ def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, 
         name
         for name in factors[0].keys() & factors[1].keys()
         if factors[0][name].layer is None
-        and is_vocabulary(name, None)
+        and ModuleName(name).is_vocabulary(None)
         and _differ_in_rows(factors[0][name], factors[1][name])
     }
     yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
@@ -138,7 +135,7 @@ def _is_resized(first: FullModule, second: FullModule) -> bool:
     if first.rows or second.rows:  # single rows of it
         return first.width == second.width
     shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (first, second)]
-    return is_vocabulary(first.name, first.layer) and shapes[0] == shapes[1]
+    return ModuleName(first.name).is_vocabulary(first.layer) and shapes[0] == shapes[1]
 
 
 def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
@@ -150,12 +147,12 @@ def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Check that no expert adapts a module inside one that another expert holds in full."""
     for name, adapter in experts.items():
-        in_full = [module for module in adapter.saved if not is_bias(module)]
+        in_full = [module for module in adapter.saved if not ModuleKeys(module).is_bias]
         for other, theirs in experts.items():
             inside = next(
                 ((part, module) for module in in_full for part in theirs.parts if part.startswith(f"{module}.")), None
             )
-            if inside is not None and not (is_bias(inside[0]) and other == name):
+            if inside is not None and not (ModuleKeys(inside[0]).is_bias and other == name):
                 problems.add(
                     f"{name} holds {inside[1]} in full (modules_to_save), but {other} adapts {inside[0]} inside it",
                     f"Merge {other} into its base with `merge`, and compose the full weights in its place",
@@ -254,7 +251,7 @@ def check_matches(
     `uncovered` are slots that no rule matches.
     """
     parameter = None if composition.allocation is None else "allocation"
-    stacks = {stack_of(slot.name) for slot in slots if slot.layer is not None}
+    stacks = {ModuleName(slot.name).stack for slot in slots if slot.layer is not None}
     for rule in rules:
         if rule.stack and parameter is None and composition.stack == "both" and stacks and rule.stack not in stacks:
             continue  # the experts adapt only the other stack
@@ -314,7 +311,7 @@ def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
     parts = slot.matched_name.split(".")
     parts[parts.index(str(slot.layer))] = str(layer)
     name = ".".join(parts)
-    return name if stack is None else in_stack(name, stack)
+    return name if stack is None else ModuleName(name).in_stack(stack)
 
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
@@ -391,7 +388,7 @@ def check_architecture(
                 "Pass an unquantized checkpoint",
                 kind=UnsupportedError,
             )
-    differences = compare_configs(first.config, other.config)
+    differences = ConfigDifferences.between(first.config, other.config)
     if differences and (config_from is None or _TYPE in differences.values):  # what the tensors lack follows from these
         is_choice = _TYPE not in differences.values and _fit_one_config(first, other)
         remedy = f"{_ONE_BASE}. If one config is right for the result, name its owner: `config_from={name}`"
@@ -487,3 +484,10 @@ def check_vocabulary(
                     kind=UnsupportedError,
                 )
                 break
+
+
+def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
+    """Every layer of a model of this depth, with its stack if the model has two."""
+    if isinstance(num_layers, int):
+        return [(None, layer) for layer in range(num_layers)]
+    return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]

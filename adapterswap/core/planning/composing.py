@@ -18,12 +18,12 @@ from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
     NO_LAYER,
     KeptLayers,
+    ModuleName,
     NumLayers,
     Stack,
     check_one_list,
     format_layers,
     parse_layers,
-    stack_of,
 )
 from adapterswap.core.planning.checks import check_names, requested_by_layer
 from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition, expert_name
@@ -88,8 +88,8 @@ def slice_layers(
     name = expert_name(adapter, {}, "expert")
     check_one_list(name, adapter.parts)
     parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
-    if not any(kept.has(stack_of(part), layer) for part, layer in parts):
-        adapted = format_layers(layer for part, layer in parts if stack is None or stack_of(part) == stack)
+    if not any(kept.has(ModuleName(part).stack, layer) for part, layer in parts):
+        adapted = format_layers(layer for part, layer in parts if stack is None or ModuleName(part).stack == stack)
         raise ArgumentError(
             f"{name} adapts none of the {kept}",
             f"Choose from those that it adapts: {adapted}",
@@ -438,9 +438,12 @@ def read_composition(recipe: str | Path) -> Composition:
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
     path = find_recipe(recipe, "compose")
-    from adapterswap.core.planning.mergekit import is_mergekit, read_mergekit  # a seldom used reader
+    from adapterswap.core.planning.mergekit import (
+        MergekitMerge,  # a seldom used reader
+        read_mergekit,
+    )
 
-    if is_mergekit(path):
+    if MergekitMerge.is_at(path):
         merge = read_mergekit(path)
         if merge.dtype is not None:
             raise UnsupportedError(

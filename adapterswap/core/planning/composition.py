@@ -22,9 +22,9 @@ from adapterswap.core.methods.method import SCALE, SEED
 from adapterswap.core.methods.registry import check_name, find_method, having, names_of, own_parameters
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
-from adapterswap.core.model.sources import parse_hub_id
+from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
-from adapterswap.core.planning.rules import BASE, Rule, check_weights, mean_label
+from adapterswap.core.planning.rules import BASE, Rule, check_weights
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
 from adapterswap.kit.files.plain import field, validates
 from adapterswap.kit.files.text import expand_text
@@ -81,7 +81,7 @@ def own_name(reference: Adapter | Checkpoint | str | Path) -> str:
     """The name of an expert's folder, or of its repository (or subfolder) on the Hub."""
     if isinstance(reference, Adapter | Checkpoint):
         return reference.source.name.rpartition("/")[2]
-    if isinstance(reference, str) and (hub_id := parse_hub_id(reference)) is not None:
+    if isinstance(reference, str) and (hub_id := Reference(reference).hub_id) is not None:
         return hub_id.folder.rpartition("/")[2]
     return Path(os.path.abspath(Path(reference).expanduser())).name
 
@@ -597,7 +597,7 @@ class _Side(NamedTuple):
     @property
     def label(self) -> str:
         """Its name in rules."""
-        return self.experts[0] if len(self.experts) == 1 else mean_label(self.experts)
+        return self.experts[0] if len(self.experts) == 1 else Rule.mean_label(self.experts)
 
     @property
     def averages(self) -> dict[str, tuple[str, ...]]:

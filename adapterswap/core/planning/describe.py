@@ -15,6 +15,7 @@ from adapterswap.core.methods.registry import own_parameters
 from adapterswap.core.model.layers import (
     STACKS,
     Kind,
+    ModuleName,
     NumLayers,
     Stack,
     deepest,
@@ -22,7 +23,6 @@ from adapterswap.core.model.layers import (
     format_depth,
     format_layers,
     stacks_in,
-    within_layer,
 )
 from adapterswap.core.model.sources import public_name, same_base
 from adapterswap.core.planning.plan import Plan
@@ -61,19 +61,14 @@ def marks(plan: Plan) -> list[Mark]:
         place = stacks[slot.name], slot.layer, slot.kind
         hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
-            owner = owner_label(slot)
+            owner = slot.owner_label
             result.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
     return result
 
 
-def owner_label(slot: Slot) -> str | None:
-    """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
-    return slot.owner or (slot.rule.joint_owner if slot.rule else None)
-
-
 def strip(plan: Plan) -> str:
     """The layers from left (bottom) to right (top), one character each, and a legend."""
-    return draw_strip(marks(plan), plan.num_layers, tuple(plan.experts))
+    return draw_strip(plan.marks, plan.num_layers, tuple(plan.experts))
 
 
 def headline(plan: Plan) -> str:
@@ -89,9 +84,9 @@ def summary(plan: Plan) -> str:
     """A plan in a few lines: its headline, experts, base and strip. Unprintable characters are escaped."""
     experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
     more = len(plan.experts) - len(experts)
-    lines = [f"Plan: {headline(plan)}", *experts, *([f"and {more} more experts"] if more else [])]
+    lines = [f"Plan: {plan.headline}", *experts, *([f"and {more} more experts"] if more else [])]
     lines += [f"base: {plan.base!r}"] if plan.base else []
-    return "\n".join(printable(line) for line in [*lines, *_shortened(strip(plan)), *plan.companion_lines])
+    return "\n".join(printable(line) for line in [*lines, *_shortened(plan.strip), *plan.companion_lines])
 
 
 def _shortened(text: str) -> list[str]:
@@ -153,7 +148,7 @@ def unusual(plan: Plan) -> list[str]:
     grouped: dict[tuple[str, str, str], list[int]] = {}
     stacks = stacks_in(plan.slots, plan.num_layers)
     for slot in plan.saved.values():
-        contents = _tokens(slot) or _remark(slot) or owner_label(slot) or blend_text(slot.weights)
+        contents = _tokens(slot) or _remark(slot) or slot.owner_label or blend_text(slot.weights)
         form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
         lines.append(f"{slot.name} ({form}): {contents}")
     for slot in plan.modules.values():
@@ -161,10 +156,10 @@ def unusual(plan: Plan) -> list[str]:
             continue
         remark = _remark(slot)
         if slot.layer is None:
-            lines.append(f"{slot.name}: {remark or owner_label(slot) or blend_of(slot)}")
+            lines.append(f"{slot.name}: {remark or slot.owner_label or blend_of(slot)}")
         elif remark and not (plan.is_model and slot.kind == "other"):
             where = _of_stack(stacks[slot.name])
-            grouped.setdefault((within_layer(slot.name, slot.layer), where, remark), []).append(slot.layer)
+            grouped.setdefault((ModuleName(slot.name).within(slot.layer), where, remark), []).append(slot.layer)
     lines += [
         f"{name} in {where}layers {format_layers(layers)}: {remark}"
         for (name, where, remark), layers in grouped.items()
@@ -219,11 +214,6 @@ def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> lis
     return [f"Warning: the experts name different bases ({', '.join(named)}), declared to be the same model"]
 
 
-def blend_text(coefficients: Mapping[str, float]) -> str:
-    """A blend as text: `0.5·math + 0.5·swahili`."""
-    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
-
-
 def blend_of(slot: Slot) -> str:
     """A slot's blend of sides as text, with its method and whether its weights depend on magnitudes."""
     text, rule = blend_text(slot.weights), slot.rule
@@ -232,6 +222,11 @@ def blend_of(slot: Slot) -> str:
     if slot.method != "linear":
         text = f"{slot.method}({text}){_parameters_text(rule)}"
     return f"{text}, weighted by magnitude" if rule.weights else text
+
+
+def blend_text(coefficients: Mapping[str, float]) -> str:
+    """A blend as text: `0.5·math + 0.5·swahili`."""
+    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
 
 
 def _parameters_text(rule: Rule) -> str:
@@ -320,7 +315,7 @@ _HEAD = "font-weight:normal;font-size:75%;text-align:center;padding:1px 2px"
 
 def plan_html(plan: Plan) -> str:
     """The plan as a fragment of HTML. Names are escaped."""
-    picture = draw(marks(plan), plan.num_layers, tuple(plan.experts))
+    picture = draw(plan.marks, plan.num_layers, tuple(plan.experts))
     colours = {mark: COLOURS[place % len(COLOURS)] for place, mark in enumerate(picture.owners)}
     head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(deepest(plan.num_layers)))
     rows = [f"<tr><th></th>{head}</tr>"]
@@ -331,10 +326,10 @@ def plan_html(plan: Plan) -> str:
         f'<span style="{_CELL};{_colour(colours.get(mark, _PLAIN))}">{_text(mark)}</span> {_text(meaning)}'
         for mark, meaning in picture.legend.items()
     )
-    lines = [*unusual(plan)[:_REMARKS], *plan.companion_lines]
+    lines = [*plan.remarks[:_REMARKS], *plan.companion_lines]
     remarks = "".join(f"<div>{_text(line)}</div>" for line in lines)
     return (
-        f'<div style="overflow-x:auto"><div>{_text(f"Plan: {headline(plan)}")}</div>'
+        f'<div style="overflow-x:auto"><div>{_text(f"Plan: {plan.headline}")}</div>'
         f'<table style="border-collapse:collapse">{"".join(rows)}</table><div>{legend}</div>{remarks}</div>'
     )
 

@@ -18,21 +18,15 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.changes.locating import Located
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
-from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, is_bias
-from adapterswap.core.model.base import Base, base_at, empty_model
+from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, ModuleKeys
+from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import (
-    HEADS,
-    is_ahead,
-    is_vocabulary,
-    language_config,
-    stack_of,
-    stacked_layers_in_config,
-)
-from adapterswap.core.model.sources import cached_base_config, cached_base_folder
+from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName
+from adapterswap.core.model.sources import Reference
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
-from adapterswap.kit.files.hashes import Stamps, stamps
-from adapterswap.kit.files.tensorfile import FLOATS, Tensor
+from adapterswap.kit.files.hashes import Stamps
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import Tensor
 
 _REMEDY = "Pass the base that the experts adapt as `base_model`"
 
@@ -42,7 +36,7 @@ _PLAIN_TYPES = frozenset(
 )
 _PLAIN = re.compile(r"model\.layers\.\d+\.(?:self_attn\.([qkvo])_proj|mlp\.(gate|up|down)_proj)")
 
-_WHOLE = (*FLOATS, "F8_E4M3", "F8_E5M2", "I8")  # dtypes of weights with one number in each element
+_WHOLE = (*Dtype.FLOATS, "F8_E4M3", "F8_E5M2", "I8")  # dtypes of weights with one number in each element
 
 
 class Pair(NamedTuple):
@@ -82,8 +76,8 @@ class Fit:
 
 def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
     """Look up what experts adapt in their base, if that is on this machine."""
-    folder = cached_base_folder(reference) if reference else None
-    config = cached_base_config(reference) if reference else None
+    folder = Reference(reference).cached_folder if reference else None
+    config = Reference(reference).cached_config if reference else None
     if folder is None or config is None or reference is None:
         return Fit()
     checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
@@ -144,8 +138,12 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
         )
         return
     for name, adapter in experts.items():
-        naming = base.modules.naming([part for part in adapter.parts if not is_bias(part)], adapter.container)
-        changed = {part: naming(part.removesuffix(".bias") if is_bias(part) else part) for part in adapter.parts}
+        naming = base.modules.naming(
+            [part for part in adapter.parts if not ModuleKeys(part).is_bias], adapter.container
+        )
+        changed = {
+            part: naming(part.removesuffix(".bias") if ModuleKeys(part).is_bias else part) for part in adapter.parts
+        }
         odd = [part for part, stored in changed.items() if not base.modules.is_plain(stored)]
         if odd:
             problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
@@ -176,7 +174,7 @@ def check_placed(placed: Placed, problems: Problems) -> None:
     """Report the same for the stored tensors that were found, under whatever name."""
     stored = placed.base.parameters
     for name, places in placed.located.items() if placed.base.quantization else ():
-        odd = [p.module for key, p in places.items() if key in stored and stored[key].tensor.dtype not in FLOATS]
+        odd = [p.module for key, p in places.items() if key in stored and stored[key].tensor.dtype not in Dtype.FLOATS]
         if odd:
             problems.add(*_quantized_there(name, odd, placed.base), parameter="base_model", kind=UnsupportedError)
 
@@ -207,7 +205,7 @@ def _report_missing(expert: str, missing: list[Part], reference: str, problems: 
 def _opened(folder: Path) -> Checkpoint | None:
     """The base's headers; None if its weights are not here, or cannot be read."""
     files = [path for pattern in ("config.json", "model*.safetensors*") for path in folder.glob(pattern)]
-    return _read(folder, stamps(sorted(path for path in files if path.is_file())))
+    return _read(folder, Stamps.of(sorted(path for path in files if path.is_file())))
 
 
 @lru_cache(maxsize=4)
@@ -220,16 +218,16 @@ def _read(folder: Path, files: Stamps) -> Checkpoint | None:
 
 def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
     """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
-    depth, stack = stacked_layers_in_config(config), stack_of(part.name)
+    depth, stack = ModelConfig(config).stacked_layers, ModuleName(part.name).stack
     count = depth if depth is None or isinstance(depth, int) else depth.get(stack) if stack else None
-    return is_ahead(part.name, part.layer, count)
+    return ModuleName(part.name).is_ahead(part.layer, count)
 
 
 def _model(folder: Path, reference: str, task_type: str | None) -> Base | None:
     """The base as transformers builds it, in the class for the adapter's task; None if it cannot."""
     with suppress(AdapterswapError, ImportError):
         if task_type in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
-            return base_at(folder, reference)
+            return Base.at(folder, reference)
         return Base(empty_model(folder, reference, task_type=task_type))
     return None
 
@@ -239,9 +237,11 @@ def _by_headers(
 ) -> Iterator[tuple[str, list[Pair]]]:
     """The parts that a base's files have under the same names, and the shapes to compare."""
     stored = checkpoint.modules
-    naming = stored.naming([name for name, part in adapter.parts.items() if not is_bias(name)], adapter.container)
+    naming = stored.naming(
+        [name for name, part in adapter.parts.items() if not ModuleKeys(name).is_bias], adapter.container
+    )
     for name, part in adapter.parts.items():
-        holder = name.removesuffix(".bias") if is_bias(name) else name
+        holder = name.removesuffix(".bias") if ModuleKeys(name).is_bias else name
         tensors = stored.of(naming(holder))
         if tensors:
             pairs = _in_full(part, tensors) if isinstance(part, FullModule) else _adapted(part, tensors)
@@ -273,7 +273,7 @@ def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
 
 def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Pair] | None:
     """A head's shapes, if it is not stored because the config ties it to the embedding; None for any other part."""
-    ties = [place.get("tie_word_embeddings") for place in (config, language_config(config))]
+    ties = [place.get("tie_word_embeddings") for place in (config, ModelConfig(config).language)]
     if part.layer is not None or part.name.rpartition(".")[2] not in HEADS or True not in ties:
         return None
     rows = next((p.tensor for p in checkpoint.parameters.values() if p.has_tokens and len(p.tensor.shape) == 2), None)
@@ -284,7 +284,7 @@ def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
     """The shapes of a weight with LoRA or another kind; None if the files do not have this weight alone."""
     lora, weight = part.lora, tensors.get("" if isinstance(part, LoraModule) and part.parameter else "weight")
     if weight is None:
-        return [] if any(tensor.dtype not in FLOATS for tensor in tensors.values()) else None  # quantized
+        return [] if any(tensor.dtype not in Dtype.FLOATS for tensor in tensors.values()) else None  # quantized
     if lora is None or weight.dtype not in _WHOLE:
         return []
     if lora.parameter and len(weight.shape) == 3:
@@ -309,7 +309,7 @@ def _widths(part: Part, stored: tuple[int, ...]) -> list[Pair]:
     lora = part if isinstance(part, LoraModule) else part.lora
     assert lora is not None
     ours = (lora.in_features, lora.out_features) if lora.embedding else (lora.out_features, lora.in_features)
-    if part.layer is None and is_vocabulary(part.name, None):
+    if part.layer is None and ModuleName(part.name).is_vocabulary(None):
         return [Pair(part.name, ("…", ours[1]), ("…", stored[1]))]
     return [Pair(part.name, ours, stored)]
 
@@ -320,10 +320,10 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
     for end, tensor in part.tensors.items():
         own = tensors.get("weight" if end == TOKENS else end)
         if own is None:
-            return [] if any(t.dtype not in FLOATS for t in tensors.values()) else None
+            return [] if any(t.dtype not in Dtype.FLOATS for t in tensors.values()) else None
         if own.dtype not in _WHOLE:
             continue
-        rows = 1 if end == TOKENS or is_vocabulary(part.name, part.layer) else 0
+        rows = 1 if end == TOKENS or ModuleName(part.name).is_vocabulary(part.layer) else 0
         pairs.append(Pair(f"{part.name}.{end}", tensor.shape[rows:], own.shape[rows:]))
     return pairs
 

@@ -11,13 +11,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import (
-    check_one_list,
-    extra_rows,
-    format_depth,
-    has_both_stacks,
-    stacked_layers_in_config,
-)
+from adapterswap.core.model.layers import ModelConfig, check_one_list, format_depth, has_both_stacks
 from adapterswap.core.planning.alignment import Aligned, check_alignment
 from adapterswap.core.planning.base import Depth, check_base_depth, check_base_weights, check_bases
 from adapterswap.core.planning.checks import (
@@ -34,7 +28,7 @@ from adapterswap.core.planning.checks import (
 )
 from adapterswap.core.planning.fit import Fit, Heads, Placed, check_fit, check_heads, check_placed, check_quantized
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies
+from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies, extra_rows
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.stages import (
     Ends,
@@ -48,7 +42,7 @@ from adapterswap.core.planning.stages import (
     Ruled,
     Skeleton,
 )
-from adapterswap.core.planning.targets import Target, report
+from adapterswap.core.planning.targets import Target
 from adapterswap.kit.errors import ArgumentError, BaseModelError, CompositionError, Problems
 
 Gate = Callable[[Any, Problems], None]
@@ -88,7 +82,7 @@ def _one_base(opened: Opened, problems: Problems) -> None:
 
 def _beside_checkpoints(opened: Opened, problems: Problems) -> None:
     if len(opened.adapters) < len(opened.experts):
-        report(Plan(opened.composition, (), opened.experts, 0, {}, is_model=True), Target.WEIGHTS, problems)
+        Target.WEIGHTS.report(Plan(opened.composition, (), opened.experts, 0, {}, is_model=True), problems)
 
 
 def _one_kind(opened: Opened, problems: Problems) -> None:
@@ -170,7 +164,7 @@ def _not_quantized_there(merging: Merging, problems: Problems) -> None:
 
 
 def _depth_of_the_plan(merging: Merging, problems: Problems) -> None:
-    depth = stacked_layers_in_config(merging.base.config)
+    depth = ModelConfig(merging.base.config).stacked_layers
     if depth is not None and depth != merging.plan.num_layers:
         planned = format_depth(merging.plan.num_layers)
         message = f"The plan is for {planned} layers, but the base has {format_depth(depth)}"
@@ -178,7 +172,7 @@ def _depth_of_the_plan(merging: Merging, problems: Problems) -> None:
 
 
 def _full_weights(merged: Plan, problems: Problems) -> None:
-    report(merged, Target.WEIGHTS, problems)
+    Target.WEIGHTS.report(merged, problems)
 
 
 def _config_owner(planned: Planned, problems: Problems) -> None:
@@ -196,8 +190,8 @@ def _matches(planned: Planned, problems: Problems) -> None:
 
 def _limits(planned: Planned, problems: Problems) -> None:
     if planned.plan.is_model:
-        report(planned.plan, Target.WEIGHTS, problems)
-    report(planned.plan, Target.PLAN, problems, base_at_hand=planned.base_at_hand)
+        Target.WEIGHTS.report(planned.plan, problems)
+    Target.PLAN.report(planned.plan, problems, base_at_hand=planned.base_at_hand)
 
 
 def _has_its_base(planned: Planned, problems: Problems) -> None:

@@ -14,7 +14,7 @@ from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter, FullModule, and_more, by_layer
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import NumLayers, stacked_layers_in_config
+from adapterswap.core.model.layers import ModelConfig, NumLayers
 from adapterswap.core.planning.alignment import Aligned, align
 from adapterswap.core.planning.base import (
     Depth,
@@ -270,7 +270,7 @@ def _with_ends(
 
 def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> Depth:
     """The number of layers of full weights, from their config or, if that does not say, from the composition."""
-    in_config, requested = stacked_layers_in_config(skeleton.config), composition.num_layers
+    in_config, requested = ModelConfig(skeleton.config).stacked_layers, composition.num_layers
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
     actual = in_config if in_config is not None or requested is None else stored_layers
     used = requested if in_config is None else in_config
@@ -334,7 +334,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """Turn a plan of adapters into a plan of full weights: the adapters merged into their base.
 
     Args:
-        plan: with its final coefficients; see `writing.resolving.resolve`.
+        plan: with its final coefficients; see `writing.resolving.Resolved.of`.
         base: the base that the experts adapt.
     """
     problems = Problems(BaseModelError)

@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, format_layers, known_depth, num_layers_in_config
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, ModelConfig, format_layers, known_depth
 from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
@@ -131,15 +131,15 @@ class MergekitMerge:
     composition: Composition
     dtype: Dtype | None
 
+    @staticmethod
+    def is_at(path: str | Path) -> bool:
+        """Whether the YAML file at `path` is a mergekit YAML."""
+        return _MARK in read_content(path)[0]
 
-def is_mergekit(path: str | Path) -> bool:
-    """Whether the YAML file at `path` is a mergekit YAML."""
-    return _MARK in read_content(path)[0]
-
-
-def mergekit_dtype(path: str | Path) -> Dtype | None:
-    """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none."""
-    return _read(Path(path)).written_dtype if is_mergekit(path) else None
+    @staticmethod
+    def dtype_in(path: str | Path) -> Dtype | None:
+        """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none."""
+        return _read(Path(path)).written_dtype if MergekitMerge.is_at(path) else None
 
 
 def read_mergekit(path: str | Path) -> MergekitMerge:
@@ -215,7 +215,7 @@ class _Reading:
         problems.raise_if_any()
         first = recipe.base_model or self._references()[0]
         skeleton = self.opened[first]
-        in_config = num_layers_in_config(skeleton.config)
+        in_config = ModelConfig(skeleton.config).num_layers
         num_layers = known_depth(in_config, first, "Complete its config", parameter=None, kind=UnsupportedError)
         slices = self._slices(num_layers)
         self._check_tokenizers(first)

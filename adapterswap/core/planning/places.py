@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
@@ -24,30 +25,36 @@ Place = Annotated[  # the discriminator picks one form, so that a mistake is rep
 """Where an expert is: a folder or Hub id, or a chain of them."""
 
 
-def chains_of(experts: Mapping[str, Place]) -> dict[str, tuple[str, ...]]:
-    """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
-    chains = {name: place.chain for name, place in experts.items() if isinstance(place, Chain)}
-    return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
+@dataclass(frozen=True)
+class Places:
+    """Where each expert is, by name."""
 
+    experts: Mapping[str, Place]
 
-def adapters_of(experts: Mapping[str, Place]) -> dict[str, str]:
-    """The adapters that are opened for the experts, by name."""
-    chains = chains_of(experts)
-    places: dict[str, str] = {}
-    for name, place in experts.items():
-        places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
-    return places
+    @property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
+        chains = {name: place.chain for name, place in self.experts.items() if isinstance(place, Chain)}
+        return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
 
+    @property
+    def adapters(self) -> dict[str, str]:
+        """The adapters that are opened for the experts, by name."""
+        chains = self.chains
+        places: dict[str, str] = {}
+        for name, place in self.experts.items():
+            places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
+        return places
 
-def placed(experts: Mapping[str, Place], resolve: Callable[[str], str]) -> dict[str, Place]:
-    """The experts with `resolve(place)` instead of each place."""
-    return {
-        name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
-        for name, place in experts.items()
-    }
+    def placed(self, resolve: Callable[[str], str]) -> dict[str, Place]:
+        """The experts with `resolve(place)` instead of each place."""
+        return {
+            name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
+            for name, place in self.experts.items()
+        }
 
-
-def shared_name(experts: Mapping[str, Place]) -> str | None:
-    """The name of an expert that an adapter of a chain has as well, if there is one."""
-    parts = {part for parts in chains_of(experts).values() for part in parts}
-    return next((name for name in experts if name in parts), None)
+    @property
+    def shared_name(self) -> str | None:
+        """The name of an expert that an adapter of a chain has as well, if there is one."""
+        parts = {part for parts in self.chains.values() for part in parts}
+        return next((name for name in self.experts if name in parts), None)

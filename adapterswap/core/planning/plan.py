@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import adapterswap
-from adapterswap.core.companions.companions import CompanionPlan, decide
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import NumLayers, check_one_list
-from adapterswap.core.model.sources import Source, find_source, split_revision
+from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import adapt_one_base, reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE, Rule
@@ -28,6 +28,7 @@ from adapterswap.kit.files.text import expand, is_folder
 
 if TYPE_CHECKING:
     from adapterswap import Exported
+    from adapterswap.core.planning.describe import Mark
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,34 @@ class Plan:
         from adapterswap.core.planning.describe import plan_html
 
         return plan_html(self)
+
+    @property
+    def headline(self) -> str:
+        """The method and the size of the plan: `layer_swap, 42 modules, 6 layers`."""
+        from adapterswap.core.planning.describe import headline
+
+        return headline(self)
+
+    @property
+    def marks(self) -> list[Mark]:
+        """What the strip shows of each module in a layer."""
+        from adapterswap.core.planning.describe import marks
+
+        return marks(self)
+
+    @property
+    def strip(self) -> str:
+        """The layers from left (bottom) to right (top), one character each, and a legend."""
+        from adapterswap.core.planning.describe import strip
+
+        return strip(self)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What goes with the strip: modules outside the layers, experts that lack modules, warnings."""
+        from adapterswap.core.planning.describe import unusual
+
+        return unusual(self)
 
     def write(
         self,
@@ -196,7 +225,7 @@ class Plan:
         base = self.base.source.folder if self.base is not None else None
         beside = self.base_at_hand
         sizes = [slot.shape[0] for slot in self if slot.has_tokens]
-        return decide(
+        return CompanionPlan.decide(
             {name: expert.source.folder for name, expert in self.experts.items()},
             base,
             beside=None if beside is None else beside.folder,
@@ -241,13 +270,13 @@ class Plan:
         """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
         name = _named_by_all(self.adapters)
         declared = self.composition.base_model
-        return name if name is not None or declared is None else split_revision(declared)[0]
+        return name if name is not None or declared is None else Reference(declared).parts[0]
 
     @property
     def base_revision(self) -> str | None:
         """The base's revision on the Hub: the declared one, or the one on which all adapters agree."""
         if self.composition.base_model is not None:
-            declared = split_revision(self.composition.base_model)[1]
+            declared = Reference(self.composition.base_model).parts[1]
             if declared is not None:
                 return declared
         revisions = {adapter.config.revision for adapter in self.adapters.values()}
@@ -264,7 +293,7 @@ class Plan:
         declared = self.composition.base_model
         if self.base is not None or self.base_source is not None or declared is None:
             return self.base.source if self.base is not None else self.base_source
-        return find_source(declared, [], what="base model") if is_folder(expand(declared)) else None
+        return Source.find(declared, [], what="base model") if is_folder(expand(declared)) else None
 
     @property
     def recorded_bases(self) -> dict[str, Mapping[str, str]]:
@@ -299,6 +328,11 @@ class Plan:
             self.base.source.folder if self.base else None,
             *self.composition.recipe_files,
         ]
+
+    @property
+    def largest_rank(self) -> int:
+        """The rank of the plan's adapter if all modules have the same: the largest of any module."""
+        return max((module.total_rank for module in self.modules.values() if module.terms), default=1)
 
 
 def _named_by_all(adapters: Mapping[str, Adapter]) -> str | None:

@@ -27,8 +27,8 @@ from adapterswap.core.changes.locating import TiedHead
 from adapterswap.core.companions.tokenizer import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import HEADS, extra_rows, is_vocabulary, language_config
-from adapterswap.core.model.sources import base_config, cached_base_config, cached_base_folder
+from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModelConfig, ModuleName
+from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE
@@ -138,7 +138,9 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     embedding or head is allowed, unless the base's config says that they are not tied.
     """
     trained = [slot for slot in slots if slot.of_tokens]
-    changed = [slot for slot in slots if slot.terms and (slot in trained or is_vocabulary(slot.name, slot.layer))]
+    changed = [
+        slot for slot in slots if slot.terms and (slot in trained or ModuleName(slot.name).is_vocabulary(slot.layer))
+    ]
     if not trained or (config is not None and config.get("tie_word_embeddings") is False):
         return
     if len(changed) == 1 and changed[0].name.rpartition(".")[2] not in HEADS:
@@ -360,12 +362,12 @@ def _token_table(
     if opened is not None:
         config, folder = opened.config, opened.source.folder
     elif reference is not None:
-        config, folder = cached_base_config(reference), cached_base_folder(reference)
+        config, folder = Reference(reference).cached_config, Reference(reference).cached_folder
     if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
         with unreadable.collect():
-            source, config = base_config(composition.base_model)
+            source, config = Reference(composition.base_model).config()
             folder = source.folder
-    size = None if config is None else language_config(config).get("vocab_size")
+    size = None if config is None else ModelConfig(config).language.get("vocab_size")
     size = size if type(size) is int else None
     tokens: dict[str, Tokens] = {}
     for name, expert in experts.items():
@@ -793,3 +795,14 @@ def _without_factors(slot: Slot, other: Slot) -> Slot:
 def _is_lent(span: Span) -> bool:
     """Whether experts lend copies of rows that the base lacks."""
     return any(term.expert != BASE for term in span.base)
+
+
+def extra_rows(config: Mapping[str, Any], module: str) -> int:
+    """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
+    have none."""
+    if module.rpartition(".")[2] not in EMBEDDINGS:
+        return 0
+    language = ModelConfig(config).language
+    rows = ModelConfig(language).architecture.extra_rows
+    more = language.get(rows) if isinstance(rows, str) else rows
+    return more if type(more) is int else 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 from adapterswap.core.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
 from adapterswap.core.methods.registry import check_name, find_method, names_of
 from adapterswap.core.methods.spectral import CoreMethod
-from adapterswap.core.model.layers import NO_LAYER, Kind, Stack, format_layers, parse_layers, stack_of
+from adapterswap.core.model.layers import NO_LAYER, Kind, ModuleName, Stack, format_layers, parse_layers
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
 from adapterswap.kit.files.plain import field, validates
@@ -46,24 +46,6 @@ _ELSEWHERE = ("layers", "modules", "expert", "blend", "averages", "parameters") 
 def read_rule(text: str) -> dict[str, Any]:
     """Read the keys of a rule from its text."""
     return _Reader(text).rule()
-
-
-def write_rule(rule: Mapping[str, Any]) -> str:
-    """The text that `read_rule` reads as these keys, which `Rule.as_data` returns."""
-    modules = rule.get("modules") or ()
-    averages = rule.get("averages") or {}
-    text = f"{', '.join(map(_quoted, modules))} of " if modules else ""
-    if "expert" in rule:
-        text += _side(rule["expert"], averages)
-    else:
-        plain = len(rule["blend"]) > 1  # a single expert with a weight is a blend, without one it is an owner
-        text += " + ".join(
-            _side(name, averages) + ("" if plain and weight == 1 else f"*{_number(weight)}")
-            for name, weight in rule["blend"].items()
-        )
-    text += f": {rule['layers']}" if rule.get("layers") is not None else ""
-    settings = [f"{key}={_setting(value)}" for key, value in rule.items() if key not in _ELSEWHERE]
-    return text + (f" with {', '.join(settings)}" if settings else "")
 
 
 def from_pair(content: Any, keys: Collection[str]) -> Any:
@@ -94,17 +76,12 @@ def _quoted(name: str) -> str:
     return f'"{escaped}"'
 
 
-def mean_label(members: Iterable[str]) -> str:
-    """The default name of the average of these experts; their order does not matter."""
-    return f"mean({', '.join(sorted(members))})"
-
-
 def _side(name: str, averages: Mapping[str, Sequence[str]]) -> str:
     """An expert, or an average with its name."""
     if name not in averages:
         return _quoted(name)
     mean = f"mean({', '.join(map(_quoted, averages[name]))})"
-    return mean if name == mean_label(averages[name]) else f"{_quoted(name)} = {mean}"
+    return mean if name == Rule.mean_label(averages[name]) else f"{_quoted(name)} = {mean}"
 
 
 def _number(value: float) -> str:
@@ -191,7 +168,7 @@ class _Reader:
         start = self._at
         if self._match(_MEAN):
             members = self._members()
-            return mean_label(members), members
+            return Rule.mean_label(members), members
         name = self._expert()
         if not self._take("="):
             self.named.setdefault(name, start + 1)
@@ -405,7 +382,7 @@ class Rule(MethodPlain):
     @property
     def text(self) -> str:
         """The line that `from_text` reads as this rule."""
-        return write_rule(self.as_data())
+        return Rule.text_of(self.as_data())
 
     @classmethod
     def prepared(cls, content: Any) -> Any:
@@ -488,13 +465,13 @@ class Rule(MethodPlain):
 
     def matches(self, name: str, layer: int | None, kind: Kind) -> bool:
         """Whether the rule matches the module with this name, layer and kind."""
-        if self.stack is not None and stack_of(name) != self.stack:
+        if self.stack is not None and ModuleName(name).stack != self.stack:
             return False
         if self.layers is not None:
             in_layers = layer is None if self.layers == NO_LAYER else layer in parse_layers(self.layers)
             if not in_layers:
                 return False
-        return self.modules is None or any(selects(module, name, kind) for module in self.modules)
+        return self.modules is None or any(Rule.selects(module, name, kind) for module in self.modules)
 
     @property
     def sides(self) -> dict[str, dict[str, float]]:
@@ -645,10 +622,33 @@ class Rule(MethodPlain):
             source = source if self.method == "linear" else f"{self.method}({source})"
         return f"{' and '.join(where) or 'everything'} → {source}"
 
+    @staticmethod
+    def mean_label(members: Iterable[str]) -> str:
+        """The default name of the average of these experts; their order does not matter."""
+        return f"mean({', '.join(sorted(members))})"
 
-def selects(selector: str, name: str, kind: Kind) -> bool:
-    """Whether a `modules` entry names this module: its kind, or consecutive parts of its name."""
-    return selector == kind if selector in _KINDS else f".{selector}." in f".{name}."
+    @staticmethod
+    def text_of(rule: Mapping[str, Any]) -> str:
+        """The text that `read_rule` reads as these keys, which `Rule.as_data` returns."""
+        modules = rule.get("modules") or ()
+        averages = rule.get("averages") or {}
+        text = f"{', '.join(map(_quoted, modules))} of " if modules else ""
+        if "expert" in rule:
+            text += _side(rule["expert"], averages)
+        else:
+            plain = len(rule["blend"]) > 1  # a single expert with a weight is a blend, without one it is an owner
+            text += " + ".join(
+                _side(name, averages) + ("" if plain and weight == 1 else f"*{_number(weight)}")
+                for name, weight in rule["blend"].items()
+            )
+        text += f": {rule['layers']}" if rule.get("layers") is not None else ""
+        settings = [f"{key}={_setting(value)}" for key, value in rule.items() if key not in _ELSEWHERE]
+        return text + (f" with {', '.join(settings)}" if settings else "")
+
+    @staticmethod
+    def selects(selector: str, name: str, kind: Kind) -> bool:
+        """Whether a `modules` entry names this module: its kind, or consecutive parts of its name."""
+        return selector == kind if selector in _KINDS else f".{selector}." in f".{name}."
 
 
 def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapping[str, str] | None = None) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
-from adapterswap.core.model.layers import Kind, is_vocabulary
+from adapterswap.core.model.layers import Kind, ModuleName
 from adapterswap.core.planning.rules import BASE, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
@@ -112,7 +112,7 @@ class Slot(Terms):
     @cached_property
     def has_tokens(self) -> bool:
         """Whether it is a stored tensor with a row for each token; see `StoredTensor.has_tokens`."""
-        return bool(self.shape) and is_vocabulary(self.module, self.layer)
+        return bool(self.shape) and ModuleName(self.module).is_vocabulary(self.layer)
 
     @property
     def matched_name(self) -> str:
@@ -267,6 +267,16 @@ class Slot(Terms):
         if not self.terms:
             return self.base
         return self.whole[0].change if self.owner is not None and self.whole else None
+
+    @property
+    def total_rank(self) -> int:
+        """The rank of a module's exact form: the sum of its terms' ranks."""
+        return sum(lora.rank for lora in self.loras)
+
+    @property
+    def owner_label(self) -> str | None:
+        """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
+        return self.owner or (self.rule.joint_owner if self.rule else None)
 
 
 def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:

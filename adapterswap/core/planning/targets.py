@@ -9,23 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Flag
+from enum import Flag, auto
 from functools import cache, cached_property, partial
 from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
-from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, is_bias, is_fused
+from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys, is_fused
 from adapterswap.core.planning.composition import fits_peft
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, Problems, UnsupportedError
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype
 
-Target = Flag("Target", "ADAPTER PORTABLE WEIGHTS LIVE VLLM LLAMA GGUF DIFF ANALYZE PLAN")
-"""What a composition can become. Limits of `PLAN` hold for all of them, and are checked when a plan is made."""
+
+class Target(Flag):
+    """What a composition can become. Limits of `PLAN` hold for all of them, and are checked when a plan is made."""
+
+    ADAPTER = auto()
+    PORTABLE = auto()
+    WEIGHTS = auto()
+    LIVE = auto()
+    VLLM = auto()
+    LLAMA = auto()
+    GGUF = auto()
+    DIFF = auto()
+    ANALYZE = auto()
+    PLAN = auto()
+
+    @property
+    def called(self) -> str:
+        """What messages and docs/adapters.md call it."""
+        return _WORDS[self][0] if self in _WORDS else ""
+
+    @property
+    def otherwise(self) -> str:
+        """What to do instead."""
+        return _WORDS[self][1] if self in _WORDS else ""
+
+    def check(self, plan: Plan, **facts: Any) -> None:
+        """Raise if a plan has something that the target cannot hold; `facts` are fields of `Facts`."""
+        problems = Problems()
+        self.report(plan, problems, **facts)
+        problems.raise_if_any()
+
+    def report(self, plan: Plan, problems: Problems, **facts: Any) -> None:
+        """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan."""
+        f = Facts(self, plan, **facts)
+        for name, adapter in plan.adapters.items():
+            _look("expert", adapter, replace(f, expert=name), problems)
+        for slot in plan:
+            _look("slot", slot, f, problems)
+        if not f.reported:
+            _look("plan", plan, f, problems)
+
+    def check_expert(self, adapter: Adapter, name: str, parameter: str | None = None) -> None:
+        """Raise if the target cannot hold an expert, which messages call `name`."""
+        problems = Problems()
+        _look("expert", adapter, Facts(self, parameter=parameter, expert=name), problems)
+        problems.raise_if_any()
+
 
 _MERGE = "Merge the composition into full weights with `merge`"
-WORDS = {
+_WORDS = {
     Target.ADAPTER: ("an adapter", _MERGE),
     Target.PORTABLE: ("a portable adapter", _MERGE),
     Target.WEIGHTS: ("full weights", ""),
@@ -41,8 +86,7 @@ WORDS = {
     ),
     Target.DIFF: ("`diff`", "Merge it into its base with `merge`"),
     Target.ANALYZE: ("`analyze`", "Merge it into its base with `merge`"),
-}
-"""What messages and docs/adapters.md call a target, and what to do instead."""
+}  # what it is called, and what to do instead
 
 _FILES = Target.ADAPTER | Target.PORTABLE
 _SERVERS = Target.VLLM | Target.LLAMA
@@ -81,7 +125,7 @@ class Facts:
     reported: set[Limit] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.holder, self.otherwise = WORDS.get(self.target, ("", ""))
+        self.holder, self.otherwise = self.target.called, self.target.otherwise
 
     def enters(self, module: str) -> bool:
         """Whether the expert takes part in a module of a file. A running model or a server holds all of its modules."""
@@ -144,31 +188,6 @@ LIMITS: list[Limit] = []
 @cache
 def _limits(of: str, target: Target) -> list[Limit]:
     return [limit for limit in LIMITS if limit.of == of and target in limit.targets]
-
-
-def check(plan: Plan, target: Target, **facts: Any) -> None:
-    """Raise if a plan has something that the target cannot hold; `facts` are fields of `Facts`."""
-    problems = Problems()
-    report(plan, target, problems, **facts)
-    problems.raise_if_any()
-
-
-def report(plan: Plan, target: Target, problems: Problems, **facts: Any) -> None:
-    """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan."""
-    f = Facts(target, plan, **facts)
-    for name, adapter in plan.adapters.items():
-        _look("expert", adapter, replace(f, expert=name), problems)
-    for slot in plan:
-        _look("slot", slot, f, problems)
-    if not f.reported:
-        _look("plan", plan, f, problems)
-
-
-def check_expert(adapter: Adapter, name: str, target: Target, parameter: str | None = None) -> None:
-    """Raise if the target cannot hold an expert, which messages call `name`."""
-    problems = Problems()
-    _look("expert", adapter, Facts(target, parameter=parameter, expert=name), problems)
-    problems.raise_if_any()
 
 
 def _look(of: str, subject: Adapter | Slot | Plan, f: Facts, problems: Problems) -> None:
@@ -264,7 +283,9 @@ def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
 @_of_expert("trained biases, and whole weights outside `modules_to_save`", Target.LIVE)
 def over_the_base(adapter: Adapter, f: Facts) -> Found:
     ends = tuple(adapter.config.modules_to_save)
-    over = [module for module in adapter.saved if not is_bias(module) and not (ends and module.endswith(ends))]
+    over = [
+        module for module in adapter.saved if not ModuleKeys(module).is_bias and not (ends and module.endswith(ends))
+    ]
     over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
     named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
     what = f"trained biases of the base (bias: {adapter.config.bias}{named})" if adapter.config.bias != "none" else ""
@@ -396,9 +417,9 @@ def _not_numbers(slot: Slot, f: Facts) -> Found:
         return
     entering = [term.change.tensor.dtype for term in slot.all_whole]
     for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
-        if dtype not in FLOATS:
+        if dtype not in Dtype.FLOATS:
             yield (
-                f"{slot.name} is {dtype}, but only {', '.join(FLOATS)} can be blended or changed",
+                f"{slot.name} is {dtype}, but only {', '.join(Dtype.FLOATS)} can be blended or changed",
                 "Give it to one expert of the same dtype in its own rule, or save the checkpoint in another dtype",
             )
 

@@ -17,12 +17,12 @@ from adapterswap.core.writing.gates import LaidOut, Requested, check
 from adapterswap.core.writing.layout import lay_out
 from adapterswap.core.writing.loadable import loadable_form, with_written_names
 from adapterswap.core.writing.outputs import Form, Layout, Names, Reduced
-from adapterswap.core.writing.records import CompositionRecord, adapter_source, base_source, composition_record
-from adapterswap.core.writing.reduction import measurements, reduce
-from adapterswap.core.writing.resolving import Resolved, resolve
+from adapterswap.core.writing.records import CompositionRecord, SourceRecord
+from adapterswap.core.writing.reduction import reduce
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.core.writing.tensors import write_tensors
 from adapterswap.kit.errors import check_type
-from adapterswap.kit.files.folders import CARD, OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.folders import CARD, OutputKind
 from adapterswap.kit.files.text import expand, write_json
 
 ADAPTER_FILES = (CONFIG, WEIGHTS)
@@ -53,7 +53,44 @@ class Prepared:
     @property
     def measured(self) -> dict[str, Any]:
         """See `measurements`."""
-        return measurements(self.resolved, self.reduced)
+        return self.resolved.measurements(self.reduced)
+
+    def write(
+        self,
+        out_path: str | Path,
+        *,
+        overwrite: bool = False,
+        hashes: Mapping[str, str] | None = None,
+        amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
+        companions: bool = True,
+    ) -> Path:
+        """Write the adapter; see `write_adapter`.
+
+        Args:
+            out_path, overwrite: see `write_adapter`.
+            hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They
+                are trusted: hashing takes most of a swap's time.
+            amend: adds to the record; it is called with the record and the folder of the written files.
+            companions: also write the experts' tokenizer and the like, if they have them.
+        """
+        out_path, plan = expand(out_path), self.plan
+        with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
+            sha256 = write_tensors(plan, self.layout, folder / WEIGHTS, hashes)
+            if companions:
+                plan.companions.write(folder)
+            record = CompositionRecord.of(
+                plan,
+                {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
+                SourceRecord.of_base(plan.base_source) if plan.base_source else None,
+                output=self.output,
+                measured=self.measured,
+                companions=companions,
+            )
+            write_json(folder / CONFIG, self.layout.config)
+            record = amend(record, folder)
+            write_json(folder / PROVENANCE, record.content())
+            (folder / CARD).write_text(adapter_card(plan, record, self.layout), encoding="utf-8")
+        return out_path
 
 
 def write_adapter(
@@ -100,8 +137,8 @@ def write_adapter(
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error, names=names)
     plan.check_adapter()
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs)  # before anything is computed
-    return write_prepared(prepare(plan, form), out_path, overwrite=overwrite)
+    COMPOSED.check(out_path, overwrite=overwrite, inputs=plan.inputs)  # before anything is computed
+    return prepare(plan, form).write(out_path, overwrite=overwrite)
 
 
 def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Prepared:
@@ -117,47 +154,8 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     """
     check(Requested(plan, form))
     form = loadable_form(plan, form)
-    resolved = resolve(with_written_names(plan, form.names))
+    resolved = Resolved.of(with_written_names(plan, form.names))
     reduced = reduce(resolved, form, progress)
     layout = lay_out(resolved, form, reduced)
     check(LaidOut(plan, layout))
     return Prepared(resolved, form, layout, reduced)
-
-
-def write_prepared(
-    written: Prepared,
-    out_path: str | Path,
-    *,
-    overwrite: bool = False,
-    hashes: Mapping[str, str] | None = None,
-    amend: Callable[[CompositionRecord, Path], CompositionRecord] = lambda record, folder: record,
-    companions: bool = True,
-) -> Path:
-    """Write the result of `prepare`; see `write_adapter`.
-
-    Args:
-        written: the prepared adapter.
-        out_path, overwrite: see `write_adapter`.
-        hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They are
-            trusted: hashing takes most of a swap's time.
-        amend: adds to the record; it is called with the record and the folder of the written files.
-        companions: also write the experts' tokenizer and the like, if they have them.
-    """
-    out_path, plan = expand(out_path), written.plan
-    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
-        sha256 = write_tensors(plan, written.layout, folder / WEIGHTS, hashes)
-        if companions:
-            plan.companions.write(folder)
-        record = composition_record(
-            plan,
-            {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-            base_source(plan.base_source) if plan.base_source else None,
-            output=written.output,
-            measured=written.measured,
-            companions=companions,
-        )
-        write_json(folder / CONFIG, written.layout.config)
-        record = amend(record, folder)
-        write_json(folder / PROVENANCE, record.content())
-        (folder / CARD).write_text(adapter_card(plan, record, written.layout), encoding="utf-8")
-    return out_path

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.joint import concatenate
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
 from adapterswap.core.changes.opaque import merged_delta, merged_weight
 from adapterswap.core.changes.reading import Factors
@@ -31,17 +30,8 @@ from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.kit.errors import UnsupportedError
-from adapterswap.kit.files.numbers import (
-    Bytes,
-    check_finite,
-    decode,
-    encode,
-    not_finite,
-    read_bytes,
-    row_ranges,
-    too_large,
-)
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor
+from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, row_ranges, too_large
+from adapterswap.kit.files.tensorfile import Tensor
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and
@@ -127,7 +117,7 @@ class Entered:
         key = (file, lora.b.name)
         with self._lock:
             if key not in self._sorted:
-                raw = read_bytes(file, lora.b, 0, lora.b.nbytes).view(f"u{DTYPE_BYTES[lora.b.dtype]}")
+                raw = lora.b.read_bytes(file, 0, lora.b.nbytes).view(f"u{Dtype.BYTES[lora.b.dtype]}")
                 stored = raw.reshape(lora.out_features, lora.rank, lora.experts)
                 self._sorted[key] = np.ascontiguousarray(stored.transpose(2, 0, 1))
                 while len(self._sorted) > _REMEMBERED:
@@ -160,7 +150,7 @@ def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entere
         return
     owner, tensor = result.slot.owner or BASE, result.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
-        raw = read_bytes(files[result.copied.path], tensor, start, stop)
+        raw = tensor.read_bytes(files[result.copied.path], start, stop)
         yield Block(result, result.slot.ordinary, start, stop, (SourcePart(owner, tensor, raw),))
     entered.copied[owner, tensor.name] = tensor
 
@@ -215,8 +205,8 @@ class _Reader:
     def elements(self, expert: str, whole: Whole, start: int, stop: int) -> SourcePart:
         """Elements `start` to `stop` of a tensor of an expert."""
         tensor = whole.tensor
-        size = DTYPE_BYTES[tensor.dtype]
-        raw = read_bytes(self._files[whole.path], tensor, start * size, stop * size)
+        size = Dtype.BYTES[tensor.dtype]
+        raw = tensor.read_bytes(self._files[whole.path], start * size, stop * size)
         digest = self._digests[expert, tensor.name]
         digest.update(raw.data)
         if stop * size == tensor.nbytes:
@@ -225,7 +215,7 @@ class _Reader:
 
     def skip(self, expert: str, whole: Whole, start: int, stop: int) -> None:
         """Hash elements of a tensor that the result does not use; those after its end are left out."""
-        stop = min(stop, whole.tensor.nbytes // DTYPE_BYTES[whole.tensor.dtype])
+        stop = min(stop, whole.tensor.nbytes // Dtype.BYTES[whole.tensor.dtype])
         if start < stop and not whole.rows:
             self.elements(expert, whole, start, stop)
 
@@ -236,16 +226,16 @@ class _Reader:
             within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
             return self._of_expert(term.expert, term.lora, within, file)
         a, b = (
-            SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
             for tensor in (term.lora.a, term.lora.b)
         )
         return a, b
 
     def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[SourcePart, SourcePart]:
         """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
-        size, rank = DTYPE_BYTES[lora.a.dtype] * lora.in_features, lora.rank
+        size, rank = Dtype.BYTES[lora.a.dtype] * lora.in_features, lora.rank
         place = within.expert * rank
-        a = read_bytes(file, lora.a, place * size, (place + rank) * size)
+        a = lora.a.read_bytes(file, place * size, (place + rank) * size)
         b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
         return (
             SourcePart(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
@@ -257,7 +247,7 @@ class _Reader:
         file = self._files[term.change.path]
         tensors = {**term.change.part.tensors, **term.change.part.shared}
         return {
-            name: SourcePart(term.expert, tensor, read_bytes(file, tensor, 0, tensor.nbytes))
+            name: SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
             for name, tensor in tensors.items()
         }
 
@@ -312,15 +302,15 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             if block.start == block.span.start:
                 product = _product(block, device, kept_rows)
             data = _linear(block, product, device)
-        size = DTYPE_BYTES[result.place.dtype] * columns
+        size = Dtype.BYTES[result.place.dtype] * columns
         yield Chunk(result.place.start + block.start * size, data)
 
 
 def _check(part: SourcePart) -> None:
-    if part.tensor.dtype not in FLOATS:
+    if part.tensor.dtype not in Dtype.FLOATS:
         return
     for start in range(0, part.raw.size, _CHECKED):
-        if not check_finite(part.raw[start : start + _CHECKED], part.tensor.dtype):
+        if not Dtype(part.tensor.dtype).is_finite(part.raw[start : start + _CHECKED]):
             raise not_finite(part.expert, part.tensor.name)
 
 
@@ -328,7 +318,7 @@ def _torch_dtype(dtype: str) -> Any:
     """torch's dtype for one that a file names."""
     import torch
 
-    return next(getattr(torch, name) for name, stored in FLOAT_NAMES.items() if stored == dtype)
+    return next(getattr(torch, name) for name, stored in Dtype.NAMES.items() if stored == dtype)
 
 
 def _tensor(part: SourcePart, device: str) -> Any:
@@ -378,21 +368,23 @@ def _summed(block: Block, kept_rows: Rows) -> Bytes:
                 numbers *= np.float32(coefficient)  # in place: nothing else uses them
             total = numbers if total is None else np.add(total, numbers, out=total)
     assert total is not None
-    return _finite(encode(total, block.result.place.dtype), block)
+    return _finite(Dtype(block.result.place.dtype).pack(total), block)
 
 
 def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
     """The terms of a sum as the model stores them, each with its coefficient; the base comes last."""
     slot, span, place = block.result.slot, block.span, block.result.place
     if not span.opaque:
-        yield from ((coefficient, decode(part.raw, part.tensor.dtype, (-1,))) for coefficient, part in _weighted(block))
+        yield from (
+            (coefficient, Dtype(part.tensor.dtype).unpack(part.raw, (-1,))) for coefficient, part in _weighted(block)
+        )
         return
     (own,) = block.base
-    base = decode(own.raw, own.tensor.dtype, place.shape)
+    base = Dtype(own.tensor.dtype).unpack(own.raw, place.shape)
     for term, tensors in zip(span.opaque, block.opaque, strict=True):
         yield term.coefficient, _merged(term, tensors, base, slot)
     for full, part in zip(span.whole, block.whole, strict=True):
-        yield full.coefficient, decode(part.raw, part.tensor.dtype, place.shape)
+        yield full.coefficient, Dtype(part.tensor.dtype).unpack(part.raw, place.shape)
     for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
         delta = _factors(low_rank, parts, kept_rows).rows()
         yield low_rank.coefficient, delta.T if low_rank.change.transposed else delta
@@ -401,7 +393,7 @@ def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
 
 
 def _finite(raw: Bytes, block: Block) -> Bytes:
-    if check_finite(raw, block.result.place.dtype):
+    if Dtype(block.result.place.dtype).is_finite(raw):
         return raw
     raise _overflow(block)
 
@@ -435,7 +427,7 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
     """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
-    a, b = (decode(part.raw, part.tensor.dtype, part.tensor.shape) for part in parts)
+    a, b = (Dtype(part.tensor.dtype).unpack(part.raw, part.tensor.shape) for part in parts)
     factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
     rows = kept_rows.get((term.side, term.lora.name))
     return factors if rows is None else factors.masked(rows)
@@ -445,7 +437,7 @@ def _merged(
     term: Term[Opaque], tensors: Mapping[str, SourcePart], base: Delta, slot: Slot, *, as_delta: bool = False
 ) -> Delta:
     """An opaque term's W_i, or its ΔW_i, as the model stores it."""
-    decoded = {name: decode(part.raw, part.tensor.dtype, part.tensor.shape) for name, part in tensors.items()}
+    decoded = {name: Dtype(part.tensor.dtype).unpack(part.raw, part.tensor.shape) for name, part in tensors.items()}
     compute = merged_delta if as_delta else merged_weight
     return compute(term.change, slot.name.rpartition(".")[2], base, decoded)
 
@@ -456,7 +448,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     rule = slot.rule
     assert rule is not None
     own = block.base[0] if block.base else None  # all are parts of the base's weight
-    base = np.zeros(place.shape, np.float32) if own is None else decode(own.raw, own.tensor.dtype, place.shape)
+    base = np.zeros(place.shape, np.float32) if own is None else Dtype(own.tensor.dtype).unpack(own.raw, place.shape)
     on_weights = rule.acts_on_weights
     # If any term is stored in×out, all ΔW are transposed to out×in.
     across = any(term.change.transposed for term in slot.terms)
@@ -476,7 +468,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
 
     with np.errstate(all="ignore"):  # what overflows is found by `_finite`
         for whole, part in zip(slot.whole, block.whole, strict=True):
-            delta = decode(part.raw, part.tensor.dtype, place.shape)
+            delta = Dtype(part.tensor.dtype).unpack(part.raw, place.shape)
             delta = delta if on_weights else delta - base
             enter(whole, delta.T if across else delta)
         for opaque, tensors in zip(slot.opaque, block.opaque, strict=True):
@@ -489,13 +481,13 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
             else:
                 enter(term, factors.rows())
         if by_factors:
-            joined = {side: concatenate(parts) for side, parts in factors_of.items()}
+            joined = {side: Factors.concatenated(parts) for side, parts in factors_of.items()}
             pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
             left, right = rule.combine_factors(pairs, seed=seed, module=name)
             product = np.asarray(left @ right, np.float32)
-            return _finite(encode(base + (product.T if across else product), place.dtype), block)
+            return _finite(Dtype(place.dtype).pack(base + (product.T if across else product)), block)
         # In the rule's order, on which some methods depend.
         deltas = {side: by_side[side] for side in slot.weights if side in by_side}
         merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
         merged = merged.T if across else merged
-        return _finite(encode(merged if on_weights else base + merged, place.dtype), block)
+        return _finite(Dtype(place.dtype).pack(merged if on_weights else base + merged), block)

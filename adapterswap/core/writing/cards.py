@@ -18,11 +18,12 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.methods.registry import find_method
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import Stack, format_depth, format_layers
 from adapterswap.core.model.sources import Source, public_name
 from adapterswap.core.planning.composing import sliced_layers
 from adapterswap.core.planning.composition import ZONES
-from adapterswap.core.planning.describe import Mark, draw_strip, error_text, marks, unusual
+from adapterswap.core.planning.describe import Mark, draw_strip, error_text
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout
 from adapterswap.core.writing.records import CompositionRecord
@@ -135,7 +136,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         if layers is None
         else f"extracted from one expert:\nits {layers} and its modules outside the layers,"
     )
-    remarks = [*map(escaped, [*record.origins, *unusual(plan)]), *_conversion(record), *_truncation(record)]
+    remarks = [*map(escaped, [*record.origins, *plan.remarks]), *_conversion(record), *_truncation(record)]
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -186,7 +187,7 @@ Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expe
 {_experts_table(plan, record, stated)}
 
 {_layers(plan)}
-{_list(map(escaped, [*record.origins, *unusual(plan)]))}{_licence_text(stated)}
+{_list(map(escaped, [*record.origins, *plan.remarks]))}{_licence_text(stated)}
 `adapterswap.json` records where every tensor came from, with SHA-256 hashes of the experts.
 `adapterswap verify path/to/this/folder` makes the weights again from their sources and compares the two.
 {_citation(plan)}"""
@@ -305,7 +306,7 @@ def _link(source: Source) -> str:
 
 def _layers(plan: Plan) -> str:
     """The strip of layers, the settings, and where each layer comes from."""
-    drawn = marks(plan)
+    drawn = plan.marks
     rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(drawn))
     return f"""Layers from bottom (left) to top (right):
 
@@ -432,3 +433,53 @@ def _citation(plan: Plan) -> str:
         references += [_STUDY] if composition.method == "layer_swap" and plan.adapters else []
     lines = [_ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text) for text in dict.fromkeys(references)]
     return "\n## Citation\n" + _list(lines)
+
+
+def extracted_card(
+    full: Checkpoint,
+    base: str | None,
+    config: Mapping[str, Any],
+    *,
+    model_class: str,
+    errors: tuple[float, float],
+    rows: Sequence[str],
+    lost: Sequence[str],
+) -> str:
+    """The card of an adapter that was cut out of a full fine-tune.
+
+    Args:
+        full: the fine-tune.
+        base: the public name of its base.
+        config: the adapter's config.
+        model_class: the class in transformers that loads the base.
+        errors: the relative error over the adapted weights, and over everything that the fine-tune changed.
+        rows: rows of a table of modules, rank and relative error.
+        lost: a line for each reason why changes are missing.
+    """
+    front = {
+        **({"base_model": base} if base and "/" in base else {}),
+        "library_name": "peft",
+        **(licence.front() if (licence := licence_of(full.source.folder)) else {}),
+        "tags": ["adapterswap", "lora"],
+    }
+    table = "\n".join(rows)
+    missing = "".join(f"- {escaped(line)}\n" for line in lost)
+    return f"""---
+{dump_yaml(front).strip()}
+---
+
+# {escaped(full.source.name)} as an adapter
+
+An rsLoRA adapter for {escaped(str(base))}, cut out of the full fine-tune {escaped(full.name)} with
+adapterswap {__version__}. Its relative error is {errors[0]:.4f} over the weights that it adapts, and
+{errors[1]:.4f} over everything that the fine-tune changed (‖what is missing‖ / ‖change‖, Frobenius norm).
+
+| | modules | rank | relative error |
+|---|---|---|---|
+{table}
+{f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{missing}" if missing else ""}
+## Use
+
+{loading(config, base, task_type="CAUSAL_LM", model_class=model_class)}
+`adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
+"""

@@ -28,12 +28,8 @@ from adapterswap.core.experts.keys import (
     TOKENS,
     TRAINABLE_TOKENS,
     TRAINED_ROWS,
-    base_copy_key,
-    is_bias,
+    ModuleKeys,
     is_fused,
-    parameter_key,
-    parameter_name,
-    part_key,
     shared_key,
 )
 from adapterswap.core.planning.plan import Plan
@@ -52,13 +48,13 @@ class Shape:
     alpha: float
     scale: float
 
-
-def written_scale(rank: int, rslora: bool, wanted: float) -> tuple[float, float]:
-    """The alpha that gives a module of this rank the scale `wanted`, and the exact scale that PEFT computes from it."""
-    alpha = wanted * (math.sqrt(rank) if rslora else rank)
-    # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
-    alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
-    return alpha, scale(rank, alpha, rslora)
+    @staticmethod
+    def of_scale(rank: int, rslora: bool, wanted: float) -> Shape:
+        """The shape with the alpha that gives the scale `wanted`, and the exact scale that PEFT computes from it."""
+        alpha = wanted * (math.sqrt(rank) if rslora else rank)
+        # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
+        alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
+        return Shape(rank, alpha, scale(rank, alpha, rslora))
 
 
 def check_base_name(base_model: str | None) -> None:
@@ -141,7 +137,7 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     if module.of_tokens:
         yield _tokens_trained(module)
         return
-    wrapped = is_bias(module.name) and module.name.removesuffix(".bias") in adapted
+    wrapped = ModuleKeys(module.name).is_bias and module.name.removesuffix(".bias") in adapted
     differ = any(not span.is_like(module.ordinary) for span in module.spans)
     for parameter, tensor in module.whole[0].change.tensors.items():
         pieces = []
@@ -150,12 +146,12 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
             sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
             for term in span.base:
                 rows = span.stop if differ else None
-                adapter, name = plan.adapters[module.terms[0].expert], parameter_name(module.name, parameter)
+                adapter, name = plan.adapters[module.terms[0].expert], ModuleKeys(module.name).parameter_name(parameter)
                 own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
                 sources.append((BASE, *own, term.coefficient))
             pieces += [Piece(*source, span.start, cut=cut) for source in sources]
         shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
-        axis, key = (0 if differ else None), parameter_key(module.name, parameter, wrapped=wrapped)
+        axis, key = (0 if differ else None), ModuleKeys(module.name).parameter(parameter, wrapped=wrapped)
         yield OutputTensor(key, _common_dtype(pieces), shape, axis, tuple(pieces))
 
 
@@ -197,7 +193,7 @@ def _tokens_trained(module: Slot) -> OutputTensor:
                 pieces.append(Piece(term.expert, change.path, change.tensor, term.coefficient, offset, cut=cut))
             offset += count
     shape = (len(module.tokens), *owner.change.tensor.shape[1:])
-    return OutputTensor(parameter_key(module.name, TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
+    return OutputTensor(ModuleKeys(module.name).parameter(TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
 
 
 def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
@@ -221,7 +217,7 @@ def lay_out_tokens(plan: Plan) -> Layout:
     """
     slots = [slot for slot in plan.saved.values() if slot.terms]
     tensors = [
-        replace(rows, key=part_key(name, TRAINED_ROWS))
+        replace(rows, key=ModuleKeys(name).part(TRAINED_ROWS))
         for slot in slots
         for rows in saved_tensors(slot, plan, ())
         for name in (slot.name, *tied_names(slot, plan))
@@ -268,7 +264,7 @@ def _copied(module: Slot) -> Iterator[OutputTensor]:
     (term,) = module.terms
     for name, tensor in part_of(module).tensors.items():
         pieces = (Piece(term.expert, term.change.path, tensor),)
-        yield OutputTensor(part_key(module.name, name), tensor.dtype, tensor.shape, None, pieces)
+        yield OutputTensor(ModuleKeys(module.name).part(name), tensor.dtype, tensor.shape, None, pieces)
 
 
 def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
@@ -334,7 +330,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         ]  # zeros for unchanged modules
     common = blend_scale(plan, form)
     ranks = {
-        module.name: reduced[module.name].rank if module.name in reduced else total_rank(module) for module in modules
+        module.name: reduced[module.name].rank if module.name in reduced else module.total_rank for module in modules
     }
     if form.layout == "portable":
         rank = max(ranks.values(), default=1)
@@ -380,11 +376,6 @@ def blend_scale(plan: Plan, form: Form) -> float:
     return 2.0 ** min(max(round(math.log2(abs(common))), _LEAST_EXPONENT), _LARGEST_EXPONENT)
 
 
-def total_rank(module: Slot) -> int:
-    """The rank of a module's exact form: the sum of its terms' ranks."""
-    return sum(lora.rank for lora in module.loras)
-
-
 def uses_rslora(plan: Plan) -> bool:
     """Whether the output is rank-stabilized: if any expert is. Plain experts alone keep their config values."""
     return any(adapter.config.rslora for adapter in plan.adapters.values())
@@ -402,7 +393,11 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=_tied(plan),
-        saved=[name for name, module in plan.saved.items() if module.terms and not (is_bias(name) or module.of_tokens)],
+        saved=[
+            name
+            for name, module in plan.saved.items()
+            if module.terms and not (ModuleKeys(name).is_bias or module.of_tokens)
+        ],
         variant={
             **variant_of(plan.modules.values()),
             **trained_biases(plan),
@@ -438,7 +433,7 @@ def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
 
 def trained_biases(plan: Plan) -> dict[str, str]:
     """The setting `bias`, if the result has trained biases of the base."""
-    if not any(is_bias(name) and module.terms for name, module in plan.saved.items()):
+    if not any(ModuleKeys(name).is_bias and module.terms for name, module in plan.saved.items()):
         return {}
     settings = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
     return {"bias": settings.pop() if len(settings) == 1 else "all"}
@@ -468,7 +463,7 @@ def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: floa
     copied = bool(module.owner) and not is_reduced
     if copied and part.rslora == rslora:
         return Shape(rank, part.alpha, part.scale)
-    return Shape(rank, *written_scale(rank, rslora, part.scale if copied else common))
+    return Shape.of_scale(rank, rslora, part.scale if copied else common)
 
 
 def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
@@ -536,7 +531,7 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
     outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
     inner = name == "gate_up_proj" and f"{holder}.down_proj" in outer
     layer = f"{holder}.base_layer" if inner else holder
-    return part_key(layer, "lora_A.weight"), part_key(layer, "lora_B.weight")
+    return ModuleKeys(layer).part("lora_A.weight"), ModuleKeys(layer).part("lora_B.weight")
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
@@ -576,7 +571,7 @@ def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) 
         size = pieces[0].tensor.shape if pieces else (first.out_features,)
         dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
-        yield OutputTensor(part_key(module.name, part), dtype, size, None, tuple(pieces))
+        yield OutputTensor(ModuleKeys(module.name).part(part), dtype, size, None, tuple(pieces))
 
 
 def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
@@ -589,5 +584,5 @@ def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
             base = lora.base
             if base is not None:
                 piece = Piece(term.expert, term.change.path, base)
-                yield OutputTensor(base_copy_key(module.name), base.dtype, base.shape, 0, (piece,))
+                yield OutputTensor(ModuleKeys(module.name).base_copy, base.dtype, base.shape, 0, (piece,))
                 break

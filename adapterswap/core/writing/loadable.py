@@ -13,31 +13,29 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from adapterswap.core.changes.copies import Comparable, is_one_weight, stored_weight
+from adapterswap.core.changes.copies import Comparable
 from adapterswap.core.changes.kinds import renamed
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more
-from adapterswap.core.experts.keys import KINDS, factor_key, is_fused
+from adapterswap.core.experts.keys import KINDS, ModuleKeys, is_fused
 from adapterswap.core.experts.names import check_distinct
 from adapterswap.core.experts.trial import try_in_peft
-from adapterswap.core.model.architectures import architecture_of
-from adapterswap.core.model.base import Base, base_at, empty_model
-from adapterswap.core.model.layers import HEADS, is_ahead, language_config, layer_container
-from adapterswap.core.model.sources import base_config, cached_base_config, find_source
+from adapterswap.core.model.base import Base, empty_model
+from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName, layer_container
+from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import named_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.planning.targets import WORDS, Target, check
+from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.outputs import Form, Layout, Names
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import Tensor
+from adapterswap.kit.files.tensorfile import Tensor, open_files
 
 
 def check_form(plan: Plan, form: Form) -> None:
     """Check that one adapter can hold a plan's result in this form."""
     target = Target.PORTABLE if form.layout == "portable" else Target.ADAPTER
-    check(plan, target, max_rank=form.max_rank, max_error=form.max_error)
+    target.check(plan, max_rank=form.max_rank, max_error=form.max_error)
     _check_shared(plan)
 
 
@@ -51,16 +49,16 @@ def _check_shared(plan: Plan) -> None:
     with open_files(plan.adapters[expert].file for expert in sharing) as files:
 
         def stored(expert: str, tensor: Tensor | None) -> Comparable | None:
-            return None if tensor is None else stored_weight(tensor, files[plan.adapters[expert].file.path])
+            return None if tensor is None else Comparable.of(tensor, files[plan.adapters[expert].file.path])
 
         for expert, theirs in others:
             for name in sorted({*ours.shared, *theirs.shared}):
                 pair = stored(first, ours.shared.get(name)), stored(expert, theirs.shared.get(name))
-                if pair[0] is None or pair[1] is None or not is_one_weight(pair[0], pair[1]):
+                if pair[0] is None or pair[1] is None or not pair[0].is_one_with(pair[1]):
                     raise UnsupportedError(
                         f"{first} and {expert} are {theirs.method} with different projections ({name}), but all "
                         "modules of an adapter share one",
-                        f"Train both with the same projection_prng_key and targets. Or: {WORDS[Target.ADAPTER][1]}",
+                        f"Train both with the same projection_prng_key and targets. Or: {Target.ADAPTER.otherwise}",
                     )
 
 
@@ -74,20 +72,20 @@ _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj
 def check_renaming(plan: Plan, layout: Layout) -> None:
     """Check that PEFT loads every factor into this type of base; only the types that may lose some are tried."""
     reference = plan.base_reference
-    config = cached_base_config(reference) if reference else None
-    if reference is None or config is None or not architecture_of(config).renamed_twice:
+    config = Reference(reference).cached_config if reference else None
+    if reference is None or config is None or not ModelConfig(config).architecture.renamed_twice:
         return
     import torch
     from peft import PeftConfig
 
-    model = empty_model(base_config(reference)[0].folder, reference, task_type=plan.task_type)
+    model = empty_model(Reference(reference).config()[0].folder, reference, task_type=plan.task_type)
     tensors = {tensor.key: torch.empty(tensor.shape, device="meta") for tensor in layout.tensors}
     trial = try_in_peft(model, PeftConfig.from_peft_type(**layout.config), tensors)
     if trial is not None and trial.dropped:
         lost = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.missing}
         raise UnsupportedError(
             f"PEFT would lose LoRA on {and_more(sorted(lost))}: for {config['model_type']} it renames these keys",
-            f"Give these modules to the base in a rule of their own. Or: {WORDS[Target.ADAPTER][1]}",
+            f"Give these modules to the base in a rule of their own. Or: {Target.ADAPTER.otherwise}",
         )
 
 
@@ -140,7 +138,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
 def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
     reference = named_base(plan.base_reference)
-    return base_at(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    return Base.at(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
 
 
 def _canonical(plan: Plan, model: Base) -> dict[str, str]:
@@ -150,7 +148,7 @@ def _canonical(plan: Plan, model: Base) -> dict[str, str]:
     for name, slot in plan.slots.items():
         shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
         canonical = model.find(name, container, shapes[0] if shapes else None)
-        if canonical is None and is_ahead(name, None, None):
+        if canonical is None and ModuleName(name).is_ahead(None, None):
             canonical = name  # transformers does not load it
         if canonical is None:
             raise BaseModelError(
@@ -229,12 +227,12 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     """
     if reference is None or all(name in HEADS or _PARTS.search(name) for name in names):
         return False
-    config = cached_base_config(reference)  # before the Hub is asked, which takes longer than a swap
+    config = Reference(reference).cached_config  # before the Hub is asked, which takes longer than a swap
     with suppress(AdapterswapError):  # if the config is not available: nothing else needs it
-        config = config or base_config(reference)[1]
+        config = config or Reference(reference).config()[1]
     if config is None:
         return False
-    return language_config(config) is not config or any(name.startswith("backbone.") for name in names)
+    return ModelConfig(config).language is not config or any(name.startswith("backbone.") for name in names)
 
 
 def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
@@ -281,7 +279,7 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
 
     This saves a trial in PEFT, which needs torch, transformers, PEFT and an empty model.
     """
-    key = architecture_of(config).expert_width
+    key = ModelConfig(config).architecture.expert_width
     hidden, inner = config.get("hidden_size"), config.get(key or "")
     count = config.get("num_experts", config.get("num_local_experts"))
     if key is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
@@ -303,18 +301,18 @@ def check_fusing(plan: Plan) -> None:
         return
     reference = named_base(plan.base_reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-    if _is_known_to_fuse(base_config(reference)[1], [part for name, part in modules.items() if is_fused(name)]):
+    if _is_known_to_fuse(Reference(reference).config()[1], [part for name, part in modules.items() if is_fused(name)]):
         return
     import torch
     from peft import LoraConfig
 
-    model = empty_model(find_source(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    model = empty_model(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
     layer = f"{module.partition('.experts.')[0]}.experts."
     parts = [part for name, part in modules.items() if name.startswith(layer)]
     tensors = {}
     for part in parts:
-        tensors[factor_key(part.name, "A", embedding=False)] = torch.empty(1, part.in_features, device="meta")
-        tensors[factor_key(part.name, "B", embedding=False)] = torch.empty(part.out_features, 1, device="meta")
+        tensors[ModuleKeys(part.name).factor("A", embedding=False)] = torch.empty(1, part.in_features, device="meta")
+        tensors[ModuleKeys(part.name).factor("B", embedding=False)] = torch.empty(part.out_features, 1, device="meta")
     trial = try_in_peft(model, LoraConfig(r=1, target_modules=[part.name for part in parts]), tensors)
     if trial is None or trial.dropped:
         raise UnsupportedError(

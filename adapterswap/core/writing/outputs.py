@@ -6,6 +6,7 @@ one thread per core, and threads that wait for a core spin, so both are limited 
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import tempfile
@@ -16,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from numbers import Integral, Real
 from pathlib import Path
 from threading import Lock
@@ -23,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import numpy as np
 
+from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, OutputError, Problems, check_type
-from adapterswap.kit.files.numbers import Bytes, read_at, write_at
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOATS, Tensor
+from adapterswap.kit.files.numbers import Bytes, Dtype, read_at, write_at
+from adapterswap.kit.files.tensorfile import Tensor
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -43,11 +46,15 @@ def cores() -> int:
 
 
 @contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """In the block, and in threads started there, torch uses `count` threads, or fewer if it was limited before."""
+def torch_threads(count: int | None = None) -> Iterator[None]:
+    """In the block, and in threads started there, torch uses `count` threads, or fewer if it was limited before.
+
+    By default it leaves one core to other threads.
+    """
     require("models")
     import torch
 
+    count = cores() - 1 if count is None else count
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, count)))
     try:
@@ -201,8 +208,8 @@ class Form:
             problems.add(f"`layout` is {self.layout!r}", "Choose exact or portable", parameter="layout")
         if self.names not in (None, *NAMES):
             problems.add(f"`names` is {self.names!r}", f"Choose {', '.join(NAMES)}", parameter="names")
-        if self.dtype not in (None, *FLOATS):
-            problems.add(f"`dtype` is {self.dtype!r}", f"Choose from {', '.join(FLOATS)}", parameter="dtype")
+        if self.dtype not in (None, *Dtype.FLOATS):
+            problems.add(f"`dtype` is {self.dtype!r}", f"Choose from {', '.join(Dtype.FLOATS)}", parameter="dtype")
         if self.max_rank is not None and self.max_rank < 1:
             problems.add(f"`max_rank` is {self.max_rank}, but must be 1 or more", "", parameter="max_rank")
         if self.max_error is not None and not 0 < self.max_error < 1:
@@ -212,6 +219,14 @@ class Form:
                 parameter="max_error",
             )
         problems.raise_if_any()
+
+    def reduces(self, module: Slot) -> bool:
+        """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
+        if not module.terms:
+            return False
+        has_rank = all(term.change.lora is not None for term in module.terms)  # (IA)³, OFT … have none, and are copied
+        too_high = self.max_rank is not None and has_rank and module.total_rank > self.max_rank
+        return not module.is_linear or too_high or (self.max_error is not None and not module.owner)
 
 
 @dataclass(frozen=True)
@@ -300,4 +315,25 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """The size of the tensors' data."""
-        return sum(DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in self.tensors)
+        return sum(Dtype.BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in self.tensors)
+
+
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Tensor]]:
+    """The header for tensors, each a (name, dtype, shape), and each tensor's place in the file.
+
+    Tensors with larger elements come first, then they are sorted by name: so every tensor is aligned, and the same
+    tensors give the same bytes. The header is padded with spaces to a multiple of 8 bytes.
+    """
+    placed: dict[str, Tensor] = {}
+    offset = 0
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, dtype, shape in sorted(tensors, key=lambda spec: (-Dtype.BYTES[spec[1]], spec[0])):
+        stop = offset + Dtype.BYTES[dtype] * prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
+        placed[name] = Tensor(name, dtype, shape, offset, stop)
+        offset = stop
+    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    start = 8 + len(raw)
+    moved = {name: Tensor(name, t.dtype, t.shape, t.start + start, t.stop + start) for name, t in placed.items()}
+    return len(raw).to_bytes(8, "little") + raw, moved

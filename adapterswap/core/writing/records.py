@@ -20,13 +20,11 @@ from adapterswap.core.model.sources import (
     CONFIG,
     FORMAT,
     WEIGHTS,
+    Records,
+    Reference,
     Source,
     base_fingerprints,
-    identity_of,
-    parse_hub_id,
     public_name,
-    read_provenance,
-    read_training,
 )
 from adapterswap.core.planning.composing import kept_layers
 from adapterswap.core.planning.plan import Plan
@@ -98,7 +96,46 @@ class SourceRecord(_Written):
     @property
     def reference(self) -> str | None:
         """The Hub id with its commit; None for anything else, since paths in a record are never followed."""
-        return str(self) if self.revision and parse_hub_id(str(self)) else None
+        return str(self) if self.revision and Reference(str(self)).hub_id else None
+
+    @staticmethod
+    def of_adapter(adapter: Adapter, sha256: str) -> SourceRecord:
+        """The identity of an adapter; `sha256` is the hash of its weights."""
+        return _source(
+            adapter,
+            sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
+            base_model=public_name(adapter.trained_on or adapter.config.base_model),
+            base_revision=adapter.config.revision,
+        )
+
+    @staticmethod
+    def of_base(source: Source) -> SourceRecord:
+        """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
+        config = source.folder / MODEL_CONFIG
+        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
+        if source.revision is None:
+            fields["fingerprints"] = base_fingerprints(source.folder)
+        return SourceRecord(source=source.name, revision=source.revision, **fields)
+
+    @staticmethod
+    def of_shards(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
+        """The identity of a full checkpoint that an adapter is extracted from; `sha256` has its shards' hashes."""
+        return _source(checkpoint, sha256=dict(sha256))
+
+    @staticmethod
+    def of_checkpoint(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str, int | str]]) -> SourceRecord:
+        """The identity of a full checkpoint, as an expert or a base, and how many of its bytes entered."""
+        config = checkpoint.source.folder / MODEL_CONFIG
+        return _source(
+            checkpoint,
+            sha256={MODEL_CONFIG: sha256_of(config)},
+            entered={use: dict(numbers) for use, numbers in entered.items()},
+        )
+
+    def with_fingerprints(self, base: Source) -> SourceRecord:
+        """The record of a base with the fingerprints of its weights, by which later steps know a local base."""
+        prints = base.identity
+        return self.model_copy(update={"fingerprints": prints}) if prints else self
 
 
 class Origin(_Partial):
@@ -240,6 +277,50 @@ class CompositionRecord(_Written):
                 return rule.expert
         return recorded
 
+    @staticmethod
+    def of(
+        plan: Plan,
+        experts: Mapping[str, SourceRecord],
+        base: SourceRecord | None,
+        *,
+        output: Mapping[str, Any],
+        measured: Mapping[str, Any],
+        companions: bool = True,
+    ) -> CompositionRecord:
+        """The record of a plan that was carried out.
+
+        Args:
+            plan: the plan.
+            experts: the experts' identities, by name.
+            base: the base's identity, if it was declared or needed.
+            output: how the result was written; values that are None are left out.
+            measured: values that depend on tensors, if there are any: `magnitudes`, `kept_rows` and `reduced`.
+            companions: whether the tokenizer and the like are written; else they are not even read.
+        """
+        fields: dict[str, Any] = {
+            "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
+        }  # fmt: skip
+        if plan.is_model:
+            named = plan.base.source if plan.base else None
+            fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
+        else:
+            fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
+        fields |= SliceRecord.of(kept_layers(plan))
+        fields["base"] = base
+        fields["companions"] = plan.companions.record if companions else {}
+        rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
+        if rows:
+            fields["rows"] = rows
+        return CompositionRecord(
+            composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
+            experts=dict(experts),
+            rules=[RuleRecord(**rule.as_data()) for rule in plan.rules],
+            output={key: value for key, value in output.items() if value is not None},
+            modules={slot.name: slot.coefficients for slot in plan},
+            **fields,
+            **measured,
+        )
+
 
 class ExtractedModule(_Written):
     """A module of an extracted adapter: its rank, its relative error and ‖ΔW‖ (Frobenius)."""
@@ -297,7 +378,7 @@ def parse_record(content: Mapping[str, Any]) -> Record:
 
 def read_record(folder: Path) -> Record | None:
     """The record in a folder; None if there is none or it cannot be understood."""
-    content = read_provenance(folder)
+    content = Records(folder).provenance()
     if not content:
         return None
     from pydantic import ValidationError
@@ -306,90 +387,6 @@ def read_record(folder: Path) -> Record | None:
         return parse_record(content)
     except ValidationError:
         return None
-
-
-def composition_record(
-    plan: Plan,
-    experts: Mapping[str, SourceRecord],
-    base: SourceRecord | None,
-    *,
-    output: Mapping[str, Any],
-    measured: Mapping[str, Any],
-    companions: bool = True,
-) -> CompositionRecord:
-    """The record of a plan that was carried out.
-
-    Args:
-        plan: the plan.
-        experts: the experts' identities, by name.
-        base: the base's identity, if it was declared or needed.
-        output: how the result was written; values that are None are left out.
-        measured: values that depend on tensors, if there are any: `magnitudes`, `kept_rows` and `reduced`.
-        companions: whether the tokenizer and the like are written; else they are not even read.
-    """
-    fields: dict[str, Any] = {
-        "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
-    }  # fmt: skip
-    if plan.is_model:
-        named = plan.base.source if plan.base else None
-        fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
-    else:
-        fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-    fields |= SliceRecord.of(kept_layers(plan))
-    fields["base"] = base
-    fields["companions"] = plan.companions.record if companions else {}
-    rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
-    if rows:
-        fields["rows"] = rows
-    return CompositionRecord(
-        composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
-        experts=dict(experts),
-        rules=[RuleRecord(**rule.as_data()) for rule in plan.rules],
-        output={key: value for key, value in output.items() if value is not None},
-        modules={slot.name: slot.coefficients for slot in plan},
-        **fields,
-        **measured,
-    )
-
-
-def adapter_source(adapter: Adapter, sha256: str) -> SourceRecord:
-    """The identity of an adapter; `sha256` is the hash of its weights."""
-    return _source(
-        adapter,
-        sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
-        base_model=public_name(adapter.trained_on or adapter.config.base_model),
-        base_revision=adapter.config.revision,
-    )
-
-
-def checkpoint_source(checkpoint: Checkpoint, entered: Mapping[str, Mapping[str, int | str]]) -> SourceRecord:
-    """The identity of a full checkpoint, as an expert or a base, and how many of its bytes entered."""
-    config = checkpoint.source.folder / MODEL_CONFIG
-    return _source(
-        checkpoint,
-        sha256={MODEL_CONFIG: sha256_of(config)},
-        entered={use: dict(numbers) for use, numbers in entered.items()},
-    )
-
-
-def shards_source(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
-    """The identity of a full checkpoint that an adapter is extracted from; `sha256` holds the hashes of its shards."""
-    return _source(checkpoint, sha256=dict(sha256))
-
-
-def with_fingerprints(record: SourceRecord, base: Source) -> SourceRecord:
-    """The record of a base with the fingerprints of its weights, by which later steps know a local base."""
-    prints = identity_of(base)
-    return record.model_copy(update={"fingerprints": prints}) if prints else record
-
-
-def base_source(source: Source) -> SourceRecord:
-    """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
-    config = source.folder / MODEL_CONFIG
-    fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
-    if source.revision is None:
-        fields["fingerprints"] = base_fingerprints(source.folder)
-    return SourceRecord(source=source.name, revision=source.revision, **fields)
 
 
 def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
@@ -405,7 +402,7 @@ def origin_of(folder: Path) -> Origin | None:
     """How the expert in a folder was made, by its own record; None if adapterswap made it from nothing but its base."""
     record = read_record(folder)
     if record is None:
-        if "start" not in (trained := read_training(folder)):
+        if "start" not in (trained := Records(folder).training()):
             return None
         content: dict[str, Any] = _shortened({"start": trained["start"]}, _DEPTH - 1)
     elif isinstance(record, ExtractionRecord):

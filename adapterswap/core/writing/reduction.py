@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.joint import Joint, Truncated, blocks_of, concatenate, cut, mixed
+from adapterswap.core.changes.joint import Joint, Truncated, blocks_of, mixed
 from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.writing.layout import blend_scale, total_rank, uses_rslora, written_scale
+from adapterswap.core.writing.layout import Shape, blend_scale, uses_rslora
 from adapterswap.core.writing.outputs import Form, OutputTensor, Reduced, Spool, map_in_threads
 from adapterswap.core.writing.resolving import Resolved, side_factors
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.files.numbers import decode, finite_bytes, too_large
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES
+from adapterswap.kit.files.numbers import Dtype, too_large
 
 _SMALL = 256  # matrices with a side up to this are decomposed exactly,
 _SHARE = 4  # and so are those that must keep more than a quarter of their singular values, where sampling saves nothing
@@ -99,28 +98,12 @@ def _errors(matrix: Any, u: Any, sigma: Any, vt: Any, norm: float) -> npt.NDArra
     return np.asarray(np.sqrt(rest**2 + cut_off) / norm)
 
 
-def must_reduce(module: Slot, form: Form) -> bool:
-    """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
-    if not module.terms:
-        return False
-    has_rank = all(term.change.lora is not None for term in module.terms)  # (IA)³, OFT … have none, and are copied
-    too_high = form.max_rank is not None and has_rank and total_rank(module) > form.max_rank
-    return not module.is_linear or too_high or (form.max_error is not None and not module.owner)
-
-
-def measurements(resolved: Resolved, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
-    """Values measured on the tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
-    cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
-    measured = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
-    return {key: values for key, values in measured.items() if values}
-
-
 def reduce(
     resolved: Resolved, form: Form, progress: Callable[[str], None] = lambda name: None
 ) -> Mapping[str, Reduced]:
     """Reduce every module that needs it, and call `progress` with its name afterwards."""
     plan = resolved.plan
-    to_reduce = [module for module in plan.modules.values() if must_reduce(module, form)]
+    to_reduce = [module for module in plan.modules.values() if form.reduces(module)]
     if not to_reduce:
         return {}
     reduced, spool = {}, Spool()
@@ -154,7 +137,7 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader,
     parts = _parts(module, resolved, read)
     joint, weights = Joint([factors for _, factors in parts]), [coefficient for coefficient, _ in parts]
     error = None if module.owner else form.max_error
-    spectrum, rank, lost = cut(joint, weights, rank=form.max_rank, error=error)
+    spectrum, rank, lost = joint.cut(weights, rank=form.max_rank, error=error)
     scale, dtype, first = _written_form(module, rank, resolved.plan, form)
     # The scale is split between the factors, so that both stay in the range of a half-precision dtype.
     mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
@@ -207,12 +190,12 @@ def _rounded(
     """The factor from `mixed`, rounded to the dtype."""
     rank, long = mix.shape[1], parts[0].shape[1 - axis]
     shape = (rank, long) if axis == 0 else (long, rank)
-    data = np.empty((*shape, DTYPE_BYTES[dtype]), np.uint8)
+    data = np.empty((*shape, Dtype.BYTES[dtype]), np.uint8)
     across, within = np.zeros((rank, rank)), np.zeros((rank, rank))
     for block in blocks_of(parts, axis):
         exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
-        raw = finite_bytes(exact.astype(np.float32), dtype, key)
-        rounded = decode(raw, dtype, exact.shape).astype(np.float64)
+        raw = Dtype(dtype).finite_bytes(exact.astype(np.float32), key)
+        rounded = Dtype(dtype).unpack(raw, exact.shape).astype(np.float64)
         exact -= rounded
         if axis == 0:
             data[:, block] = raw.reshape(*exact.shape, -1)
@@ -252,9 +235,9 @@ def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: 
     values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
     tensors, rounded = [], []
     for axis, key, part in values:
-        raw = finite_bytes(np.asarray(part, np.float32), dtype, key)
+        raw = Dtype(dtype).finite_bytes(np.asarray(part, np.float32), key)
         tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
-        rounded.append(decode(raw, dtype, part.shape))
+        rounded.append(Dtype(dtype).unpack(raw, part.shape))
     a, b = rounded
     return Reduced(
         rank, tuple(tensors), result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale)))
@@ -265,7 +248,7 @@ def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[floa
     """The output's scale and dtype, and the expert's module whose keys it uses."""
     scale = blend_scale(plan, form)
     if form.layout == "exact":
-        scale = written_scale(rank, uses_rslora(plan), scale)[1]
+        scale = Shape.of_scale(rank, uses_rslora(plan), scale).scale
     dtypes = {form.dtype} if form.dtype else {term.lora.dtype for term in module.terms}
     return scale, dtypes.pop() if len(dtypes) == 1 else "F32", module.terms[0].lora
 
@@ -279,6 +262,8 @@ def _written_error(result: Truncated, written: Factors) -> float:
     if energy == 0:
         return result.error
     exact = result.factors
-    rounded = concatenate([(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))])
+    rounded = Factors.concatenated(
+        [(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))]
+    )
     norm = math.sqrt(energy / (1 - result.error**2)) if result.error < 1 else math.sqrt(energy)
     return math.hypot(result.error, Joint([rounded]).norm([1]) / norm)

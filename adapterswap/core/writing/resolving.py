@@ -13,21 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.joint import Joint, concatenate
+from adapterswap.core.changes.joint import Joint
 from adapterswap.core.changes.kinds import Change, Whole
 from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader, read_rows, row_magnitudes, row_reader
+from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader, row_magnitudes, row_reader
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot, reweighted
+from adapterswap.core.writing.outputs import Reduced
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
-from adapterswap.kit.files.numbers import open_files, row_ranges
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype, row_ranges
+from adapterswap.kit.files.tensorfile import open_files
 
 Matrix = npt.NDArray[np.floating]
 
@@ -96,7 +98,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
             stored = {name: full[name].parameters for name in shares if name in full}
             tensors = {name: own[tied.source(key, own) if tied else key] for name, own in stored.items()}
             dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
-            if len(original.tensor.shape) < 2 or not dtypes <= set(FLOATS):
+            if len(original.tensor.shape) < 2 or not dtypes <= set(Dtype.FLOATS):
                 continue
             changes: dict[str, Change] = {
                 name: Whole.of(tensor.path, tensor.tensor) for name, tensor in tensors.items()
@@ -106,7 +108,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if base.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
-                rows_of_base = read_rows(BASE, base_weight, files, start, stop)
+                rows_of_base = base_weight.read_rows(BASE, files, start, stop)
                 delta = np.zeros_like(rows_of_base)
                 for share, read in readers:
                     delta += share * read(rows_of_base, start, stop)
@@ -138,26 +140,32 @@ class Resolved:
             side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in rows_of.items()
         }
 
+    def measurements(self, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
+        """Values measured on tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
+        cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
+        measured = {"magnitudes": dict(self.magnitudes), "kept_rows": self.kept_share(), "reduced": cut}
+        return {key: values for key, values in measured.items() if values}
 
-def resolve(plan: Plan) -> Resolved:
-    """Compute what the plan leaves open. If nothing is open, no tensors are read.
+    @staticmethod
+    def of(plan: Plan) -> Resolved:
+        """Compute what the plan leaves open. If nothing is open, no tensors are read.
 
-    SLERP of stored tensors stays open: it is computed together with the tensors.
-    """
-    by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
-    by_angle = any(_has_angle(slot) for slot in plan)
-    threshold = plan.composition.row_threshold
-    if not (by_magnitude or by_angle or threshold):
-        return Resolved(plan)
-    magnitudes = sides_magnitudes(plan)
-    with factor_reader(plan.adapters) as read:
-        slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
-        kept_rows = {}
-        if threshold is not None:
-            for slot in plan.modules.values():
-                for side, factors in side_factors(slot, read).items():
-                    kept_rows[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
-    return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
+        SLERP of stored tensors stays open: it is computed together with the tensors.
+        """
+        by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
+        by_angle = any(_has_angle(slot) for slot in plan)
+        threshold = plan.composition.row_threshold
+        if not (by_magnitude or by_angle or threshold):
+            return Resolved(plan)
+        magnitudes = sides_magnitudes(plan)
+        with factor_reader(plan.adapters) as read:
+            slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
+            kept_rows = {}
+            if threshold is not None:
+                for slot in plan.modules.values():
+                    for side, factors in side_factors(slot, read).items():
+                        kept_rows[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
+        return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
 
 
 def _has_angle(slot: Slot) -> bool:
@@ -187,7 +195,7 @@ def side_factors(
 def _joined(parts: list[tuple[float, Factors]]) -> Factors:
     """Σ share·ΔW as factors."""
     (share, factors), *more = parts
-    return factors if share == 1 and not more else concatenate(parts)
+    return factors if share == 1 and not more else Factors.concatenated(parts)
 
 
 def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:

@@ -24,10 +24,10 @@ from adapterswap.core.model.loading import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.blocks import Entered, ResultTensor, Rows, compute, needs_torch, read_blocks
-from adapterswap.core.writing.outputs import cores, torch_threads
+from adapterswap.core.writing.outputs import cores, header_bytes, torch_threads
 from adapterswap.kit.errors import ArgumentError, check_type
-from adapterswap.kit.files.numbers import open_files, write_at
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES, FLOATS, Tensor, TensorFile, header_bytes
+from adapterswap.kit.files.numbers import Dtype, write_at
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 from adapterswap.kit.files.text import read_json
 
 _Item = TypeVar("_Item")
@@ -82,8 +82,8 @@ class ModelForm:
     dequantize: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in FLOAT_NAMES:
-            remedy = f"Pass {', '.join(FLOAT_NAMES)}"
+        if self.dtype is not None and self.dtype not in Dtype.NAMES:
+            remedy = f"Pass {', '.join(Dtype.NAMES)}"
             raise ArgumentError(f"The dtype {self.dtype!r} is unknown", remedy, parameter="dtype")
         check_type(self.max_shard_size, (str, type(None)), "max_shard_size", "Write for instance 2GB, 500MB or 4GiB")
         _ = self.shard_bytes
@@ -104,7 +104,7 @@ class ModelForm:
 
     def dtype_of(self, stored: str) -> str:
         """The dtype in which a tensor is written that is stored as `stored`."""
-        return FLOAT_NAMES[self.dtype] if self.dtype and stored in FLOATS else stored
+        return Dtype.NAMES[self.dtype] if self.dtype and stored in Dtype.FLOATS else stored
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _sized(plan: Plan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[
     groups: list[list[str]] = [[]]
     size = 0
     for slot in plan:
-        nbytes = DTYPE_BYTES[dtypes[slot.name]] * prod(slot.shape)
+        nbytes = Dtype.BYTES[dtypes[slot.name]] * prod(slot.shape)
         if groups[-1] and size + nbytes > limit:
             groups.append([])
             size = 0

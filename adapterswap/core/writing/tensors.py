@@ -18,18 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.writing.outputs import Layout, OutputTensor
+from adapterswap.core.writing.outputs import Layout, OutputTensor, header_bytes
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.numbers import (
-    Bytes,
-    check_finite,
-    finite_bytes,
-    not_finite,
-    open_files,
-    read_numbers,
-    write_at,
-)
-from adapterswap.kit.files.tensorfile import Tensor, TensorFile, header_bytes, open_tensors
+from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, write_at
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 
 
 def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
@@ -43,9 +35,9 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
         return tensor.data.read(tensor.shape)
     values = np.zeros(tensor.view or tensor.shape, np.float32)
     offsets: set[int] = set()
-    with np.errstate(all="ignore"):  # as in `encode`
+    with np.errstate(all="ignore"):  # as in `Dtype.pack`
         for piece in tensor.pieces:
-            numbers = read_numbers(piece.expert, files[piece.path], piece.source) * np.float32(piece.factor)
+            numbers = piece.source.read_numbers(piece.expert, files[piece.path]) * np.float32(piece.factor)
             if piece.rows is not None:
                 numbers *= piece.rows[:, None]
             if tensor.axis is None:
@@ -58,7 +50,7 @@ def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
                 else:
                     values[place] = numbers
                 offsets.add(piece.offset)
-    return finite_bytes(values, tensor.dtype, tensor.key)
+    return Dtype(tensor.dtype).finite_bytes(values, tensor.key)
 
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
@@ -81,7 +73,7 @@ def copy_and_hash(
     """
     digest = hashlib.sha256(source.header)
     buffer = np.empty(_BUFFER, np.uint8)
-    with open_tensors(source) as file:
+    with source.open() as file:
         file.seek(source.data_start)
         for run in _runs(source, targets):
             if known and not run.shifts:
@@ -100,7 +92,7 @@ def copy_and_hash(
                     )
                 if not known:
                     digest.update(view.data)
-                if run.shifts and not check_finite(view, run.dtype):
+                if run.shifts and not Dtype(run.dtype).is_finite(view):
                     raise not_finite(expert, _first_not_finite(source, place, view))
                 for shift in run.shifts:
                     write_at(output, view, place + shift)
@@ -128,7 +120,7 @@ def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[
     def destination(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
         return tensor.dtype, tuple(place - tensor.start for place in targets.get(tensor.name, ()))
 
-    # Tensors are in the order of their bytes and without gaps: `read_header` checked it.
+    # Tensors are in the order of their bytes and without gaps: `TensorFile.read` checked it.
     for (dtype, shifts), group in groupby(source.tensors.values(), destination):
         tensors = list(group)
         yield _Run(tensors[0].start, tensors[-1].stop, dtype, shifts)
@@ -138,7 +130,7 @@ def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8
     """The name of the first tensor with NaN or infinity in the bytes `view`, which begin at `start` in the file."""
     within = (tensor for tensor in source.tensors.values() if start < tensor.stop and tensor.start < start + view.size)
     parts = ((tensor, view[max(tensor.start - start, 0) : tensor.stop - start]) for tensor in within)
-    return next(tensor.name for tensor, part in parts if not check_finite(part, tensor.dtype))
+    return next(tensor.name for tensor, part in parts if not Dtype(tensor.dtype).is_finite(part))
 
 
 _BATCH = 2**19  # bytes that a thread computes before it takes the next batch

@@ -27,17 +27,11 @@ from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.blocks import Entered, Rows
 from adapterswap.core.writing.cards import merged_card
 from adapterswap.core.writing.gates import FullWeights, check
-from adapterswap.core.writing.records import (
-    SourceRecord,
-    adapter_source,
-    checkpoint_source,
-    composition_record,
-    with_fingerprints,
-)
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.records import CompositionRecord, SourceRecord
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
 from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type
-from adapterswap.kit.files.folders import CARD, atomic_folder, check_target
+from adapterswap.kit.files.folders import CARD
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, write_json
 
@@ -109,6 +103,35 @@ class Merged:
         measured = {"magnitudes": dict(self.magnitudes), "kept_rows": dict(self.kept_share)}
         return {key: values for key, values in measured.items() if values}
 
+    def write(
+        self,
+        out_path: str | Path,
+        *,
+        device: str = "cpu",
+        overwrite: bool = False,
+        progress: Callable[[], None] = lambda: None,
+    ) -> Path:
+        """Write the model; see `merge`. `progress` is called after every tensor."""
+        out_path = expand(out_path)
+        plan, form = self.plan, self.form
+        devices = choose_devices(device)
+        with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
+            write_companions(plan, form, folder)
+            entered = stream(plan, self.shards, folder, devices=devices, kept_rows=self.kept_rows, progress=progress)
+            index = index_of(plan, self.shards, form)
+            if index is not None:
+                write_json(folder / MODEL_INDEX, index)
+            record = CompositionRecord.of(
+                plan,
+                {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
+                _base(self.quantized or plan.base, entered) if plan.base else None,
+                output=asdict(form),
+                measured=self.measured,
+            )
+            write_json(folder / PROVENANCE, record.content())
+            (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
+        return out_path
+
 
 def merge(
     plan: Plan | Adapter | str | Path,
@@ -168,12 +191,12 @@ def merge(
         check_type(owner, (str, type(None)), key, "Pass an expert's name, or `base`")
     form = ModelForm(max_shard_size, dtype, dequantize or None)
     base_model = None if base_model is None else str(base_model)
-    check_target(out_path, kind=COMPOSED, overwrite=overwrite)  # before the work, and again when it is published
+    COMPOSED.check(out_path, overwrite=overwrite)  # before the work, and again when it is published
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
     if chosen := {key: owner for key, owner in owners.items() if owner is not None}:
         plan = make_plan(plan.composition.model_copy(update=chosen), plan.experts, num_layers=plan.num_layers)
-    return write_model(prepare_model(plan, form, base_model), out_path, device=device, overwrite=overwrite)
+    return prepare_model(plan, form, base_model).write(out_path, device=device, overwrite=overwrite)
 
 
 def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *, recorded: bool = False) -> Merged:
@@ -194,7 +217,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             )
         if form.dequantize:
             quantized, base = base, base.dequantized()
-        resolved = resolve(plan)
+        resolved = Resolved.of(plan)
         full = merge_plan(resolved.plan, base)
     else:
         if form.dequantize:
@@ -205,7 +228,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             )
         if base_model is not None and base_model != plan.composition.base_model:
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
-        resolved = resolve(plan)
+        resolved = Resolved.of(plan)
         full = resolved.plan
     check(FullWeights(full, form))
     if quantized is not None:
@@ -226,41 +249,11 @@ def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
         yield f"Not in the result, because transformers does not load it: {and_more(lost)}"
 
 
-def write_model(
-    merged: Merged,
-    out_path: str | Path,
-    *,
-    device: str = "cpu",
-    overwrite: bool = False,
-    progress: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write the result of `prepare_model`; see `merge`. `progress` is called after every tensor."""
-    out_path = expand(out_path)
-    plan, form = merged.plan, merged.form
-    devices = choose_devices(device)
-    with atomic_folder(out_path, kind=COMPOSED, overwrite=overwrite, inputs=plan.inputs) as folder:
-        write_companions(plan, form, folder)
-        entered = stream(plan, merged.shards, folder, devices=devices, kept_rows=merged.kept_rows, progress=progress)
-        index = index_of(plan, merged.shards, form)
-        if index is not None:
-            write_json(folder / MODEL_INDEX, index)
-        record = composition_record(
-            plan,
-            {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-            _base(merged.quantized or plan.base, entered) if plan.base else None,
-            output=asdict(form),
-            measured=merged.measured,
-        )
-        write_json(folder / PROVENANCE, record.content())
-        (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
-    return out_path
-
-
 def _base(base: Checkpoint, entered: Entered) -> SourceRecord:
-    return with_fingerprints(checkpoint_source(base, entered.of(BASE)), base.source)
+    return SourceRecord.of_checkpoint(base, entered.of(BASE)).with_fingerprints(base.source)
 
 
 def _source(name: str, expert: Adapter | Checkpoint, entered: Entered) -> SourceRecord:
     if isinstance(expert, Adapter):
-        return adapter_source(expert, sha256_of(expert.file.path))
-    return checkpoint_source(expert, entered.of(name))
+        return SourceRecord.of_adapter(expert, sha256_of(expert.file.path))
+    return SourceRecord.of_checkpoint(expert, entered.of(name))

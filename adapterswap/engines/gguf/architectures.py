@@ -18,8 +18,8 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.model.layers import language_config
-from adapterswap.core.planning.targets import WORDS, Target
+from adapterswap.core.model.layers import ModelConfig
+from adapterswap.core.planning.targets import Target
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
 
@@ -266,7 +266,7 @@ ARCHITECTURES = (
 
 def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture of a base, from its config.json; `where` is the base's name in messages."""
-    text = language_config(config)
+    text = ModelConfig(config).language
     model_type, outer = text.get("model_type"), config.get("model_type")
     architecture = next((candidate for candidate in ARCHITECTURES if model_type in candidate.model_types), None)
     if architecture is None or (text is not config and outer not in architecture.wrappers):
@@ -276,7 +276,7 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         raise UnsupportedError(
             f"{where} has the type {outer if text is not config else model_type}, but only adapters of {types} can be "
             "exported to GGUF",
-            WORDS[Target.GGUF][1],
+            Target.GGUF.otherwise,
             parameter="base_model",
         )
     if architecture.name == "FALCON" and (text.get("alibi") or text.get("parallel_attn") is False):

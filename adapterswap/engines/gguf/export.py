@@ -25,18 +25,19 @@ import numpy.typing as npt
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Kind
-from adapterswap.core.model.sources import is_hub_id, public_name
+from adapterswap.core.model.sources import Reference, public_name
 from adapterswap.core.planning.composing import adapter_plan
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.records import adapter_source, base_source, composition_record
+from adapterswap.core.writing.records import CompositionRecord, SourceRecord
 from adapterswap.engines.gguf.architectures import load_gguf
-from adapterswap.engines.gguf.layout import DIVISIONS, Division, GgufTensor, Part, PreparedGguf, divide, prepare_gguf
+from adapterswap.engines.gguf.layout import DIVISIONS, Division, GgufTensor, Part, PreparedGguf, divide
 from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type, did_you_mean
-from adapterswap.kit.files.folders import FileKind, OutputKind, atomic_file, atomic_folder, check_file, check_target
+from adapterswap.kit.files.folders import FileKind, OutputKind
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.numbers import check_finite, encode, open_files, write_at
+from adapterswap.kit.files.numbers import Dtype, write_at
+from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import expand
 
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")
@@ -195,7 +196,7 @@ def export(
     elif base_model is not None and base_model != plan.composition.base_model:
         plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
     check_gguf(plan, out_path, pieces=by, overwrite=overwrite)  # before anything is computed
-    prepared = prepare_gguf(plan, Form(max_rank=max_rank, max_error=max_error))
+    prepared = PreparedGguf.of(plan, Form(max_rank=max_rank, max_error=max_error))
     return write_gguf(prepared, out_path, outtype=outtype, pieces=by, overwrite=overwrite)
 
 
@@ -227,9 +228,9 @@ def check_pieces(pieces: bool | Division) -> Division | None:
 def check_gguf(plan: Plan, out_path: str | Path, *, pieces: Division | None, overwrite: bool) -> None:
     """Check that the output path can be written and that the package gguf is installed."""
     if pieces:
-        check_target(out_path, kind=PIECES, overwrite=overwrite, inputs=plan.inputs)
+        PIECES.check(out_path, overwrite=overwrite, inputs=plan.inputs)
     else:
-        check_file(out_path, kind=GGUF, overwrite=overwrite, inputs=plan.inputs)
+        GGUF.check(out_path, overwrite=overwrite, inputs=plan.inputs)
     load_gguf()
 
 
@@ -242,7 +243,7 @@ def write_gguf(
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Exported:
-    """Write the result of `prepare_gguf`; see `export`. A dry run makes all checks that need no tensors."""
+    """Write the result of `PreparedGguf.of`; see `export`. A dry run makes all checks that need no tensors."""
     check_outtype(outtype)
     _check_rows(prepared, outtype)
     out_path, inputs = expand(out_path), prepared.plan.inputs
@@ -260,11 +261,11 @@ def write_gguf(
         return exported
     metadata = _metadata(prepared, outtype, pieces)
     if pieces:
-        with atomic_folder(out_path, kind=PIECES, overwrite=overwrite, inputs=inputs) as folder:
+        with PIECES.folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
             for file, tensors in contents:
                 _write_file(folder / file.path.name, prepared, tensors, metadata, outtype, file)
     else:
-        with atomic_file(out_path, kind=GGUF, overwrite=overwrite, inputs=inputs) as building:
+        with GGUF.file(out_path, overwrite=overwrite, inputs=inputs) as building:
             _write_file(building, prepared, prepared.tensors, metadata, outtype, None)
     return exported
 
@@ -290,17 +291,17 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
         sha256 = dict(
             zip(plan.adapters, worker.map(sha256_of, (a.file.path for a in plan.adapters.values())), strict=True)
         )
-    record = composition_record(
+    record = CompositionRecord.of(
         plan,
-        {name: adapter_source(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-        base_source(plan.base_source) if plan.base_source else None,
+        {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
+        SourceRecord.of_base(plan.base_source) if plan.base_source else None,
         output={"format": "gguf", "outtype": outtype, **({"pieces": pieces} if pieces else {}), **prepared.output},
         measured=prepared.measured,
     )
     base: dict[str, str | int] = {}
     if prepared.base_name is not None:
         base = {"general.base_model.count": 1, "general.base_model.0.name": prepared.base_name}
-        if is_hub_id(prepared.base_name):
+        if Reference(prepared.base_name).is_hub_id:
             base["general.base_model.0.repo_url"] = f"https://huggingface.co/{prepared.base_name}"
     return {
         "general.name": "+".join(plan.experts),
@@ -381,8 +382,8 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
         if copied is not None:
             return copied
         values = tensor.values(files)
-        encoded = encode(values, dtype)
-        fits = check_finite(encoded, dtype)
+        encoded = Dtype(dtype).pack(values)
+        fits = Dtype(dtype).is_finite(encoded)
     if fits and outtype in _MOST_LOST:
         written = gguf.quants.dequantize(encoded, kind).reshape(values.shape)
         lost, norm = (float(np.linalg.norm(part.astype(np.float64))) for part in (values - written, values))

@@ -25,16 +25,16 @@ from adapterswap.core.changes.locating import carried_copies
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.config import scale
 from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.core.model.layers import Kind, language_config
-from adapterswap.core.model.sources import base_config, public_name
+from adapterswap.core.model.layers import Kind, ModelConfig
+from adapterswap.core.model.sources import Reference, public_name
 from adapterswap.core.planning.base import named_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.planning.targets import Target, check
+from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.layout import lay_out, most_common, written_keys
 from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.core.writing.reduction import measurements, reduce
-from adapterswap.core.writing.resolving import Resolved, resolve
+from adapterswap.core.writing.reduction import reduce
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.core.writing.tensors import assemble
 from adapterswap.engines.gguf.architectures import (
     Architecture,
@@ -51,8 +51,7 @@ from adapterswap.kit.errors import (
     Problems,
     UnsupportedError,
 )
-from adapterswap.kit.files.numbers import Bytes, check_finite, decode, not_finite, read_bytes, read_numbers
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES
+from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,9 @@ class GgufTensor:
         """Its numbers, read from the experts' open files."""
         source = self.source
         if self.alone is not None:
-            values = read_numbers(self.alone.expert, files[self.alone.path], self.alone.tensor)
+            values = self.alone.tensor.read_numbers(self.alone.expert, files[self.alone.path])
         else:
-            values = decode(assemble(source, files), source.dtype, source.shape)
+            values = Dtype(source.dtype).unpack(assemble(source, files), source.shape)
         if self.factor != 1:
             with np.errstate(over="ignore"):  # overflow is checked when the numbers are encoded
                 values = values * np.float32(self.factor)
@@ -101,10 +100,10 @@ class GgufTensor:
         alone = self.alone
         if alone is None or alone.tensor.dtype != dtype or self.factor != 1:
             return None
-        raw = read_bytes(files[alone.path], alone.tensor, 0, alone.tensor.nbytes)
-        if not check_finite(raw, dtype):
+        raw = alone.tensor.read_bytes(files[alone.path], 0, alone.tensor.nbytes)
+        if not Dtype(dtype).is_finite(raw):
             raise not_finite(alone.expert, alone.tensor.name)
-        return self._ordered(raw.view(f"V{DTYPE_BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
+        return self._ordered(raw.view(f"V{Dtype.BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
 
     @property
     def alone(self) -> Piece | None:
@@ -165,25 +164,25 @@ class PreparedGguf:
     @property
     def measured(self) -> dict[str, Any]:
         """See `measurements`."""
-        return measurements(self.resolved, self.reduced)
+        return self.resolved.measurements(self.reduced)
 
-
-def prepare_gguf(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
-    """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
-    plan.check_adapter()
-    reference = named_base(plan.base_reference)
-    config = base_config(reference)[1]
-    architecture = find_architecture(config, public_name(reference) or "the base")
-    places = _places(plan, architecture, language_config(config), form)
-    check_one_base(plan.adapters)
-    _check_copies(plan, reference)
-    resolved = resolve(plan)
-    reduced = reduce(resolved, form, progress)
-    layout = lay_out(resolved, replace(form, layout="exact"), reduced)
-    alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
-    gguf = load_gguf()
-    name = str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
-    return PreparedGguf(resolved, form, reduced, name, alpha, tensors)
+    @staticmethod
+    def of(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
+        """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
+        plan.check_adapter()
+        reference = named_base(plan.base_reference)
+        config = Reference(reference).config()[1]
+        architecture = find_architecture(config, public_name(reference) or "the base")
+        places = _places(plan, architecture, ModelConfig(config).language, form)
+        check_one_base(plan.adapters)
+        _check_copies(plan, reference)
+        resolved = Resolved.of(plan)
+        reduced = reduce(resolved, form, progress)
+        layout = lay_out(resolved, replace(form, layout="exact"), reduced)
+        alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
+        gguf = load_gguf()
+        name = str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
+        return PreparedGguf(resolved, form, reduced, name, alpha, tensors)
 
 
 @dataclass(frozen=True)
@@ -201,10 +200,13 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
     sizes = architecture.sizes(config)
     tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
-    check(
-        plan, Target.GGUF, max_rank=form.max_rank, max_error=form.max_error, tied=tied,
+    Target.GGUF.check(
+        plan,
+        max_rank=form.max_rank,
+        max_error=form.max_error,
+        tied=tied,
         exports=lambda slot: _projection(slot, architecture)[1] is not None,
-    )  # fmt: skip
+    )
     places: dict[str, _Place] = {}
     orders: dict[Projection, Rows | None] = {}
     for slot in plan.modules.values():

@@ -91,6 +91,18 @@ class GgufFile:
             modules[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
         return modules
 
+    @staticmethod
+    def is_gguf(path: str | Path) -> bool:
+        """Whether it is a local GGUF file, or a folder that holds some and neither an adapter nor a model."""
+        path = expand(path)
+        try:
+            if is_folder(path):
+                names = os.listdir(path)
+                return any(name.endswith(_SUFFIX) for name in names) and not {CONFIG, MODEL_CONFIG} & set(names)
+            return path.is_file() and path.suffix == _SUFFIX
+        except OSError:
+            return False
+
 
 @dataclass(frozen=True)
 class GgufAdapter:
@@ -146,26 +158,14 @@ class GgufAdapter:
         except ValueError:  # pydantic's
             return None
 
-
-def is_gguf(path: str | Path) -> bool:
-    """Whether it is a local GGUF file, or a folder that holds some and neither an adapter nor a model."""
-    path = expand(path)
-    try:
-        if is_folder(path):
-            names = os.listdir(path)
-            return any(name.endswith(_SUFFIX) for name in names) and not {CONFIG, MODEL_CONFIG} & set(names)
-        return path.is_file() and path.suffix == _SUFFIX
-    except OSError:
-        return False
-
-
-def open_gguf(path: str | Path) -> GgufAdapter:
-    """Open LoRA in GGUF: a file, or a folder of pieces."""
-    path = expand(path)
-    paths = sorted(path.glob(f"*{_SUFFIX}")) if is_folder(path) else [path]
-    if not paths or not paths[0].is_file():
-        raise NotFoundError(f"{path} does not exist", REMEDY, parameter="path")
-    return GgufAdapter(path, tuple(map(_open, paths)))
+    @staticmethod
+    def open(path: str | Path) -> GgufAdapter:
+        """Open LoRA in GGUF: a file, or a folder of pieces."""
+        path = expand(path)
+        paths = sorted(path.glob(f"*{_SUFFIX}")) if is_folder(path) else [path]
+        if not paths or not paths[0].is_file():
+            raise NotFoundError(f"{path} does not exist", REMEDY, parameter="path")
+        return GgufAdapter(path, tuple(map(_open, paths)))
 
 
 def _open(path: Path) -> GgufFile:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.model.architectures import architecture_of
+from adapterswap.core.model.layers import ModelConfig
 from adapterswap.engines.live.inventory import Inventory, beside, factors, parameter_of, scale_of
 from adapterswap.engines.live.switching import Switch, apply_switch, check_loaded
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
@@ -140,7 +140,7 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
     problems = Problems(UnsupportedError)
     remedy = "Use one composition for the whole batch"
     model_type = inventory.model.get_base_model().config.model_type
-    if architecture_of({"model_type": model_type}).rows_second:
+    if ModelConfig({"model_type": model_type}).architecture.rows_second:
         problems.add(f"A layer of {model_type} sees positions first, and rows second", remedy)
     for name, layer in inventory.layers.items():
         if not shares[name]:

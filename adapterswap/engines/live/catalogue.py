@@ -25,8 +25,7 @@ from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, 
 from adapterswap.engines.live.switching import Switch, make_switch
 from adapterswap.kit.errors import AdapterswapError, CompositionError, Problems, check_type
 from adapterswap.kit.files.folders import scratch_folder
-from adapterswap.kit.files.numbers import open_files, read_numbers
-from adapterswap.kit.files.tensorfile import Tensor
+from adapterswap.kit.files.tensorfile import Tensor, open_files
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +94,7 @@ def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -
     import torch
 
     return tensor is not None and torch.equal(
-        torch.from_numpy(read_numbers(name, handle, place)).reshape(tensor.shape), tensor.detach().float().cpu()
+        torch.from_numpy(place.read_numbers(name, handle)).reshape(tensor.shape), tensor.detach().float().cpu()
     )
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition, expert_name
-from adapterswap.core.planning.describe import headline
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live.batching import Rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
@@ -245,7 +244,7 @@ class LiveComposer:
             return "no composition"
         if isinstance(active, Rows):
             return f"a composition for each of {len(active.switches)} rows"
-        return "base" if active.plan is None else f"{headline(active.plan)} of {' and '.join(active.plan.experts)}"
+        return "base" if active.plan is None else f"{active.plan.headline} of {' and '.join(active.plan.experts)}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
-from adapterswap.core.experts.config import AdapterConfig, parse_adapter_config, scale
+from adapterswap.core.experts.config import AdapterConfig, scale
 from adapterswap.core.experts.keys import LORA
-from adapterswap.core.model.layers import NumLayers, is_other_part, layer_container, layer_of, stacked_layers_in_config
+from adapterswap.core.model.layers import ModelConfig, ModuleName, NumLayers, layer_container
 from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.targets import Target, check_expert
+from adapterswap.core.planning.targets import Target
 from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 
@@ -201,7 +201,7 @@ def layers_of_base(model: Any) -> NumLayers | None:
     """The number of layers of a transformers model, from its config; None if the config does not give it."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        return stacked_layers_in_config(config.to_dict())
+        return ModelConfig(config.to_dict()).stacked_layers
     if not hasattr(config, "get_text_config"):
         return None
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -275,7 +275,7 @@ class Inventory:
     def other_parts(self) -> frozenset[str]:
         """The LoRA layers that see images or audio; see `is_other_part`."""
         container = layer_container(self.layers)
-        return frozenset(name for name in self.layers if is_other_part(name, container))
+        return frozenset(name for name in self.layers if ModuleName(name).is_other_part(container))
 
     def origin(self, name: str) -> Adapter | None:
         """The opened adapter that `name` was loaded from; None if the composer did not load it."""
@@ -311,7 +311,7 @@ class Inventory:
         file = TensorFile(Path(name), {}, 0, 0, b"", ())
         bare = Adapter(Source(Path(name), name), config, file, {}, None)
         with problems.collect():
-            check_expert(bare, f"The adapter {name!r}", Target.LIVE)
+            Target.LIVE.check_expert(bare, f"The adapter {name!r}")
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
         saved_modules = {
             module: wrapper.modules_to_save[name]
@@ -330,7 +330,7 @@ class Inventory:
                 rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
                 lora = LoraModule(
                     name=module,
-                    layer=layer_of(module, container),
+                    layer=ModuleName(module).layer(container),
                     rank=rank,
                     alpha=alpha,
                     rslora=rslora,
@@ -347,14 +347,14 @@ class Inventory:
                 parts.append(variant if extra else lora)
         for module, whole in saved_modules.items():
             tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
-            parts.append(FullModule(module, layer_of(module, container), tensors_in_full))
+            parts.append(FullModule(module, ModuleName(module).layer(container), tensors_in_full))
         problems.raise_if_any()
         return replace(bare, parts=by_layer(parts), container=container)
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, checked by the rules for adapter_config.json."""
         content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
-        return parse_adapter_config(content.encode(), f"The adapter {name!r}")
+        return AdapterConfig.parse(content.encode(), f"The adapter {name!r}")
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:

@@ -15,12 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.changes.copies import Comparable, is_one_weight, stored_weight
+from adapterswap.core.changes.copies import Comparable
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
 from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import Base, shape_of
-from adapterswap.core.model.layers import KeptLayers, NumLayers, format_layers, is_ahead, known_depth
+from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, format_layers, known_depth
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Source
 from adapterswap.core.planning.base import check_base_weights
@@ -29,7 +29,7 @@ from adapterswap.core.planning.composition import Composition, fits_peft, parse_
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.targets import WORDS, Target, check_expert, clash
+from adapterswap.core.planning.targets import Target, clash
 from adapterswap.engines.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -41,9 +41,9 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     reason_of,
 )
-from adapterswap.kit.files.folders import atomic_folder, scratch_folder
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import FLOAT_NAMES, FLOATS, TensorFile
+from adapterswap.kit.files.folders import OutputKind, scratch_folder
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import TensorFile, open_files
 from adapterswap.kit.files.text import expand, is_folder
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def check_copies(
                 f"{owner} carries a copy of {module}.weight ({copy.name}), with which PEFT would overwrite the model's "
                 "own"
             )
-            if copy.dtype not in FLOATS:
+            if copy.dtype not in Dtype.FLOATS:
                 problems.add(
                     f"{conflict}, and its dtype is {copy.dtype}",
-                    f"Save it as one of {', '.join(FLOATS)}",
+                    f"Save it as one of {', '.join(Dtype.FLOATS)}",
                     parameter="expert",
                 )
             elif model_weight is None:
@@ -89,7 +89,7 @@ def check_copies(
                     parameter="model",
                     kind=UnsupportedError,
                 )
-            elif not is_one_weight(stored_weight(copy, files[file.path]), model_weight):
+            elif not Comparable.of(copy, files[file.path]).is_one_with(model_weight):
                 problems.add(
                     f"{conflict}. The two differ, so the expert was trained on another base",
                     "Load it into the base that it was trained on, in the dtype in which that base is stored",
@@ -103,7 +103,7 @@ def _own_weight(module: Any) -> Comparable | None:
     import torch
 
     weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
-    names = {getattr(torch, name): stored for name, stored in FLOAT_NAMES.items()} | {torch.float64: "F32"}
+    names = {getattr(torch, name): stored for name, stored in Dtype.NAMES.items()} | {torch.float64: "F32"}
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
         return None
     flat = weight.detach().reshape(-1)
@@ -131,7 +131,7 @@ def folder_without_copies(file: TensorFile) -> Iterator[Path]:
 
     with scratch_folder("live") as place:
         bare = place / "bare"
-        with atomic_folder(bare) as folder, safe_open(file.path, "pt") as tensors:
+        with OutputKind(None).folder(bare) as folder, safe_open(file.path, "pt") as tensors:
             others = {key: tensors.get_tensor(key) for key in file.tensors if key not in copies}
             (folder / WEIGHTS).write_bytes(save(others))
             shutil.copyfile(source / CONFIG, folder / CONFIG)
@@ -169,7 +169,7 @@ def load_expert(
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
     except AdapterswapError as error:
         raise error.recast(parameter="expert") from None
-    check_expert(adapter, f"the expert {name!r}", Target.LIVE)
+    Target.LIVE.check_expert(adapter, f"the expert {name!r}")
     _check_base(adapter, name, model)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     adapter = as_in_model(adapter, name, base)
@@ -293,7 +293,9 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     fused = {module.name: module for module in adapter.modules.values() if module.parameter}
     missing = [module for module in adapter.parts if module not in (parameters if module in fused else modules)]
     if missing:
-        ahead = all(is_ahead(module, adapter.parts[module].layer, layers_of_base(base)) for module in missing)
+        ahead = all(
+            ModuleName(module).is_ahead(adapter.parts[module].layer, layers_of_base(base)) for module in missing
+        )
         problems.add(
             f"The expert {name!r} adapts {and_more(missing)}, which the model does not have",
             "transformers does not load layers that predict further tokens: write full weights with `merge` instead"
@@ -340,7 +342,7 @@ def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], probl
     adapted = {module for module, instance in modules.items() if isinstance(instance, BaseTunerLayer)}
     held = {f"the expert {name!r}": (adapter.saved, adapter.parts), "a loaded expert": (saved, saved | adapted)}
     if (reason := clash(held)) is not None:
-        problems.add(reason, WORDS[Target.LIVE][1], parameter="expert", kind=UnsupportedError)
+        problems.add(reason, Target.LIVE.otherwise, parameter="expert", kind=UnsupportedError)
 
 
 def _axes(shape: tuple[int, ...]) -> list[int]:
@@ -402,7 +404,7 @@ def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any
                 raise UnsupportedError(
                     f"The expert {name!r} does not adapt the same parameters (target_parameters) as a loaded expert, "
                     "and PEFT cannot hold both",
-                    WORDS[Target.LIVE][1],
+                    Target.LIVE.otherwise,
                     parameter="expert",
                 ) from None
             raise ExpertError(

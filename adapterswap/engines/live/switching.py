@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.model.layers import format_depth
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.targets import Target, report
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.planning.targets import Target
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.engines.live.inventory import Inventory, factors, forget_average, parameter_of, scale_of, use_in_full
 from adapterswap.kit.errors import CompositionError, Problems, UnsupportedError
 
@@ -48,14 +48,14 @@ class Switch:
 def why_not_live(plan: Plan) -> str | None:
     """Why a plan cannot be computed by switching adapters on and off; None if it can."""
     problems = Problems()
-    report(plan, Target.LIVE, problems)
+    Target.LIVE.report(plan, problems)
     return next((problem.message for problem in problems), None)
 
 
 def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     """The settings that compute `plan` with the adapters in the model."""
     problems = Problems(CompositionError)
-    report(plan, Target.LIVE, problems)
+    Target.LIVE.report(plan, problems)
     if problems:
         raise problems.as_error().recast(parameter="composition")
     if inventory.num_layers not in (plan.num_layers, None):
@@ -82,7 +82,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
         if problems:  # one such module is enough
             break
     problems.raise_if_any()
-    plan = resolve(plan).plan
+    plan = Resolved.of(plan).plan
     terms: dict[bool, dict[str, dict[str, float]]] = {False: {}, True: {}}
     for slot in plan:
         if slot.terms:

@@ -27,7 +27,6 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.kit.errors import AdapterswapError, OutputError, RunError, UnsupportedError
 from adapterswap.kit.files.folders import replacing, sync_folder, sync_one
 from adapterswap.kit.files.hashes import sha256_of, stamp
-from adapterswap.kit.files.tensorfile import open_tensors
 from adapterswap.kit.files.text import expand, read_json
 
 if sys.platform != "win32":
@@ -74,7 +73,7 @@ def content_hash(adapter: Adapter, memo: Memo) -> str:
     key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"
     weights = memo.get(key)
     if not isinstance(weights, str):
-        with open_tensors(file) as opened:
+        with file.open() as opened:
             weights = hashlib.file_digest(opened, "sha256").hexdigest()
         memo.put(key, weights)
     return weights
@@ -82,11 +81,6 @@ def content_hash(adapter: Adapter, memo: Memo) -> str:
 
 _MEMO = "known.json"
 _WAIT_S = 600  # for another process that makes the same folder; it may have to read from a slow disk
-
-
-def default_cache() -> Path:
-    """The cache folder by default: `adapterswap/serving` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adapterswap" / "serving"
 
 
 class Cache:
@@ -236,6 +230,11 @@ class Cache:
             os.utime(entry)
             return True
         return False
+
+    @staticmethod
+    def default() -> Path:
+        """The cache folder by default: `adapterswap/serving` in the user's cache folder."""
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adapterswap" / "serving"
 
 
 def stamps_in(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -28,18 +28,17 @@ from adapterswap.core.changes.copies import check_base
 from adapterswap.core.changes.locating import carried_copies
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
-from adapterswap.core.model.base import Base, base_at
+from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.core.model.layers import known_depth, layer_container, num_layers_in_config
-from adapterswap.core.model.sources import FORMAT, base_config, find_source
+from adapterswap.core.model.layers import ModelConfig, known_depth, layer_container
+from adapterswap.core.model.sources import FORMAT, Reference, Source
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.targets import WORDS, Target, check_expert, report
-from adapterswap.core.writing.adapter import Prepared, prepare, write_prepared
-from adapterswap.core.writing.layout import total_rank
+from adapterswap.core.planning.targets import Target
+from adapterswap.core.writing.adapter import Prepared, prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.engines.serving.cache import Cache, Memo, content_hash, stamps_in
 from adapterswap.engines.serving.names import Manifest, UnknownNameError, composition_of
@@ -64,14 +63,14 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
         base_model: a folder or Hub id.
         memo: stores the answer, because building even an empty model of 8B takes about a second.
     """
-    folder = find_source(base_model, ["config.json"], what="base model").folder
+    folder = Source.find(base_model, ["config.json"], what="base model").folder
     config = read_json(folder / "config.json", _REMEDY, kind=BaseModelError)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     key = f"shapes {digest} transformers {version('transformers')}"
     stored = memo.get(key)
     if isinstance(stored, dict):
         return stored
-    shapes = {name: weight.shape for name, weight in base_at(folder, f"the base {base_model}").items()}
+    shapes = {name: weight.shape for name, weight in Base.at(folder, f"the base {base_model}").items()}
     memo.put(key, shapes)
     return shapes
 
@@ -80,7 +79,7 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: T
     """Raise if a server with this base cannot load the adapter `name`, or would answer wrongly with it."""
     problems = Problems(ExpertError)
     with problems.collect():
-        check_expert(adapter, name, target, "experts")
+        target.check_expert(adapter, name, "experts")
     remedy = "Serve experts of this base model"
     fused = [module.name for module in adapter.modules.values() if module.parameter]
     missing = [module for module in adapter.modules if module not in shapes and module not in fused]
@@ -159,8 +158,8 @@ class NamedComposer:
         self.base_model = base_model
         self.cache = cache
         self.max_lora_rank = max_lora_rank
-        self._base, config = base_config(base_model)
-        self.num_layers = known_depth(num_layers_in_config(config), base_model, "Check the base")
+        self._base, config = Reference(base_model).config()
+        self.num_layers = known_depth(ModelConfig(config).num_layers, base_model, "Check the base")
         # These may change the names of modules in the output: see `with_written_names`.
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)
@@ -246,10 +245,9 @@ class NamedComposer:
             composition.model_copy(update={"base_model": self.base_model}), experts, num_layers=self.num_layers
         )
         problems = Problems()
-        report(
-            plan, self.target, problems,
-            parameter="name", name=shown(name), rank=largest_rank(plan), most=self.max_lora_rank,
-        )  # fmt: skip
+        self.target.report(
+            plan, problems, parameter="name", name=shown(name), rank=plan.largest_rank, most=self.max_lora_rank
+        )
         problems.raise_if_any()
         return plan
 
@@ -271,7 +269,7 @@ class NamedComposer:
         if not any(name in parts[1:] for parts in self.manifest.chains.values()):  # planning checks what is on top
             check_base_weights({name: adapter.base_fingerprints}, self._base, {name: adapter.config.base_reference})
         check_fits(adapter, self._shapes, name, self.target)
-        check_copies(adapter, self.base_model, self.cache.memo, name, WORDS[self.target][0])
+        check_copies(adapter, self.base_model, self.cache.memo, name, self.target.called)
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter
@@ -296,7 +294,7 @@ class NamedComposer:
 
     def _write(self, plan: Plan, path: Path) -> None:
         # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
-        write_prepared(for_any_engine(plan, Form()), path, hashes=self._hashes(plan), companions=False)
+        for_any_engine(plan, Form()).write(path, hashes=self._hashes(plan), companions=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}
@@ -365,11 +363,6 @@ def for_any_engine(plan: Plan, form: Form) -> Prepared:
         if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
             return exact
     return prepare(plan, replace(form, layout="portable"))
-
-
-def largest_rank(plan: Plan) -> int:
-    """The rank of the plan's adapter if all modules have the same: the largest of any module."""
-    return max((total_rank(module) for module in plan.modules.values() if module.terms), default=1)
 
 
 def _without(names: Mapping[str, str], problem: Problem) -> Problem:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adapterswap.core.model.sources import find_source
+from adapterswap.core.model.sources import Source
 from adapterswap.engines.gguf.architectures import load_gguf
 from adapterswap.engines.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
 from adapterswap.engines.serving.pieces import PieceComposer
@@ -69,48 +69,73 @@ class LlamaLaunch:
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
+    def serve(self, composer: PieceComposer) -> None:
+        """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends too often."""
+        before = {
+            number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            # Take the port before the base is loaded, and accept clients only afterwards.
+            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with _reported(self):
+                    listener.bind((self.host, self.port))
+                composer.write()
+                with running(self.command, self.engine_port) as engine:
+                    with _reported(self):
+                        listener.listen()
+                    print(f"adapterswap: ready at {self.url} (two tokens were decoded)", file=sys.stderr, flush=True)
+                    _answer(self, composer, engine, listener)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-def plan_llama(
-    composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None,
-    max_request_mb: int = 1,
-) -> LlamaLaunch:  # fmt: skip
-    """The launch of llama.cpp for a composer's base and experts.
+    @staticmethod
+    def plan(
+        composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None,
+        max_request_mb: int = 1,
+    ) -> LlamaLaunch:  # fmt: skip
+        """The launch of llama.cpp for a composer's base and experts.
 
-    Args:
-        gguf: the base as llama.cpp's own converter writes it, in any number format.
-        arguments: the user's own arguments for llama-server. `--host`, `--port` and `--api-key-file` are those of the
-            proxy. The variable LLAMA_API_KEY has more keys, with commas between them.
-        llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
-        max_request_mb: the size of the largest request that is read.
-    """
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        if name in _OURS:
+        Args:
+            gguf: the base as llama.cpp's own converter writes it, in any number format.
+            arguments: the user's own arguments for llama-server. `--host`, `--port` and `--api-key-file` are those of
+                the proxy. The variable LLAMA_API_KEY has more keys, with commas between them.
+            llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
+            max_request_mb: the size of the largest request that is read.
+        """
+        for argument in arguments:
+            name = argument.partition("=")[0]
+            if name in _OURS:
+                raise ArgumentError(
+                    f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}",
+                    "Leave it out",
+                    parameter="arguments",
+                )
+        try:
+            own, rest = _PROXYS.parse_known_args(arguments)
+        except argparse.ArgumentError as error:
+            raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
+        if not 0 < own.port < 2**16:
+            raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
+        path = expand(gguf)
+        check_base_file(path, composer.architecture, composer.num_layers)
+        base_name = Source.find(composer.base_model, ["config.json"], what="base model").name
+        if base_name in composer.manifest.experts:
             raise ArgumentError(
-                f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}", "Leave it out", parameter="arguments"
+                f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
             )
-    try:
-        own, rest = _PROXYS.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
-    if not 0 < own.port < 2**16:
-        raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
-    path = expand(gguf)
-    check_base_file(path, composer.architecture, composer.num_layers)
-    base_name = find_source(composer.base_model, ["config.json"], what="base model").name
-    if base_name in composer.manifest.experts:
-        raise ArgumentError(
-            f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
+        inner = free_port()
+        command = engine_command(
+            find_program(llama_server), str(path), [str(piece.path) for piece in composer.pieces], base_name, inner,
+            rest,
+        )  # fmt: skip
+        keys = _keys(own.api_key_file)
+        return LlamaLaunch(
+            tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
         )
-    inner = free_port()
-    command = engine_command(
-        find_program(llama_server), str(path), [str(piece.path) for piece in composer.pieces], base_name, inner,
-        rest,
-    )  # fmt: skip
-    keys = _keys(own.api_key_file)
-    return LlamaLaunch(
-        tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
-    )
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
@@ -163,28 +188,6 @@ def rounding_of(gguf: str | Path) -> str | None:
         f"{Path(gguf).name} has weights of the type {largest}, for which llama.cpp rounds activations to 8 bits: "
         "answers differ from those of the same weights in transformers. To compare, use a file in F16 or F32"
     )
-
-
-def serve_llama(launch: LlamaLaunch, composer: PieceComposer) -> None:
-    """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends too often."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        # Take the port before the base is loaded, and accept clients only afterwards.
-        with socket.socket(socket.AF_INET6 if ":" in launch.host else socket.AF_INET) as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with _reported(launch):
-                listener.bind((launch.host, launch.port))
-            composer.write()
-            with running(launch.command, launch.engine_port) as engine:
-                with _reported(launch):
-                    listener.listen()
-                print(f"adapterswap: ready at {launch.url} (two tokens were decoded)", file=sys.stderr, flush=True)
-                _answer(launch, composer, engine, listener)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listener: socket.socket) -> None:

@@ -13,7 +13,7 @@ from pydantic import Field, PrivateAttr
 
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.core.planning.composition import Composition, fits_short_names, parse_composition
-from adapterswap.core.planning.places import Place, adapters_of, chains_of, placed, shared_name
+from adapterswap.core.planning.places import Place, Places
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -106,12 +106,12 @@ class Manifest(StrictModel):
     @property
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Each chain among the experts → the names of its adapters."""
-        return chains_of(self.experts)
+        return Places(self.experts).chains
 
     @property
     def adapters(self) -> dict[str, str]:
         """The adapters of all experts, by name."""
-        return adapters_of(self.experts)
+        return Places(self.experts).adapters
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ def read_manifest(path: str | Path) -> Manifest:
     for name in manifest.experts:
         with problems.collect():
             check_expert_name(name)
-    if (shared := shared_name(manifest.experts)) is not None:
+    if (shared := Places(manifest.experts).shared_name) is not None:
         problems.add(
             f"{path}: {shared!r} is an expert and an adapter of a chain", "Rename the expert", parameter="experts"
         )
@@ -192,4 +192,4 @@ def _from_file(path: Path) -> Manifest:
     def resolve(reference: str) -> str:
         return str(beside / reference) if is_folder(beside / reference) else reference
 
-    return manifest.model_copy(update={"experts": placed(manifest.experts, resolve)})
+    return manifest.model_copy(update={"experts": Places(manifest.experts).placed(resolve)})

@@ -18,15 +18,15 @@ from pathlib import Path
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter, LoraModule
 from adapterswap.core.model.layers import Kind, format_layers
-from adapterswap.core.model.sources import FORMAT, base_config
+from adapterswap.core.model.sources import FORMAT, Reference
 from adapterswap.core.planning.base import with_chains
 from adapterswap.core.planning.composing import adapter_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.engines.gguf.export import check_outtype, write_gguf
-from adapterswap.engines.gguf.layout import PreparedGguf, prepare_gguf
+from adapterswap.engines.gguf.layout import PreparedGguf
 from adapterswap.engines.serving.cache import Cache, content_hash
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.engines.serving.names import Manifest
@@ -118,7 +118,7 @@ class PieceComposer(NamedComposer):
 
     def _compute_scales(self, name: str) -> dict[int, float]:
         plan = self.plan(name)
-        coefficients = _coefficients(resolve(plan).plan)
+        coefficients = _coefficients(Resolved.of(plan).plan)
         scales: dict[int, float] = {}
         split: set[int | None] = set()
         for place, piece in enumerate(self.pieces):
@@ -158,14 +158,14 @@ class PieceComposer(NamedComposer):
         return next(iter(self._prepared.values())).architecture
 
     def _prepare(self, name: str, plan: Plan) -> None:
-        prepared = prepare_gguf(plan, Form())
+        prepared = PreparedGguf.of(plan, Form())
         adapter = self._opened[name]
         origin = {
             "adapterswap": __version__,
             "format": FORMAT,
             "pieces": ["kind", self.outtype],
             "expert": [name, content_hash(adapter, self.cache.memo), adapter.config.sha256],
-            "base": [base_config(self.base_model)[1], plan.base_model, plan.base_revision],
+            "base": [Reference(self.base_model).config()[1], plan.base_model, plan.base_revision],
         }
         key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
         self._prepared[key] = prepared

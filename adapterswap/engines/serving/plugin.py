@@ -46,9 +46,8 @@ def register() -> None:
 def _start(base_model: str) -> NamedComposer:
     """The composer that the environment describes."""
     from adapterswap.engines.serving import Cache, NamedComposer
-    from adapterswap.engines.serving.cache import default_cache
 
-    cache = Cache(os.environ.get(CACHE) or default_cache())
+    cache = Cache(os.environ.get(CACHE) or Cache.default())
     cache.hold()
     rank = int(os.environ.get(MAX_LORA_RANK) or _VLLM_DEFAULT_RANK)
     global _composer
@@ -64,10 +63,9 @@ def offered() -> tuple[str, ...]:
 def gauges() -> dict[str, float]:
     """What the cache holds, for `/metrics`."""
     from adapterswap.engines.serving import Cache
-    from adapterswap.engines.serving.cache import default_cache
     from adapterswap.engines.serving.metrics import folder_sizes
 
-    count, size = folder_sizes(Cache(os.environ.get(CACHE) or default_cache()).entries)
+    count, size = folder_sizes(Cache(os.environ.get(CACHE) or Cache.default()).entries)
     return {"adapterswap_compositions_cached": count, "adapterswap_cache_bytes": size}
 
 

@@ -15,9 +15,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.sources import same_base, split_revision
+from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.engines.serving import plugin
-from adapterswap.engines.serving.composer import NamedComposer, largest_rank
+from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
 from adapterswap.kit.files.text import expand, is_folder
 
@@ -56,59 +56,61 @@ class Launch:
     url: str
     served_name: str
 
+    @staticmethod
+    def plan(
+        composer: NamedComposer, experts: Mapping[str, Adapter], experts_path: str | Path, vllm_args: Sequence[str]
+    ) -> Launch:
+        """The launch of a server for a composer's base and manifest.
 
-def plan_launch(
-    composer: NamedComposer, experts: Mapping[str, Adapter], experts_path: str | Path, vllm_args: Sequence[str]
-) -> Launch:
-    """The launch of a server for a composer's base and manifest.
-
-    Args:
-        composer: with the base, the manifest and the cache.
-        experts: all adapters of the manifest, opened.
-        experts_path: where the manifest was read from.
-        vllm_args: the user's own arguments for vLLM, which override the choices made here.
-    """
-    for argument in vllm_args:
-        name = _canonical(argument)
-        if name in _RESERVED:
+        Args:
+            composer: with the base, the manifest and the cache.
+            experts: all adapters of the manifest, opened.
+            experts_path: where the manifest was read from.
+            vllm_args: the user's own arguments for vLLM, which override the choices made here.
+        """
+        for argument in vllm_args:
+            name = _canonical(argument)
+            if name in _RESERVED:
+                raise ArgumentError(
+                    f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}",
+                    "Leave it out",
+                    parameter="vllm_args",
+                )
+        if value_of("--api-server-count", vllm_args) not in (None, "1"):
             raise ArgumentError(
-                f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}", "Leave it out", parameter="vllm_args"
+                "--api-server-count must be 1, because vLLM composes by name with one API server only",
+                "Leave it out, or put several servers behind a load balancer",
+                parameter="vllm_args",
             )
-    if value_of("--api-server-count", vllm_args) not in (None, "1"):
-        raise ArgumentError(
-            "--api-server-count must be 1, because vLLM composes by name with one API server only",
-            "Leave it out, or put several servers behind a load balancer",
-            parameter="vllm_args",
+        model, revision = _model(composer.base_model)
+        served_name = value_of("--served-model-name", vllm_args) or model
+        if served_name in composer.manifest.experts:
+            raise ArgumentError(
+                f"{served_name!r} is the name of both an expert and the served base",
+                "Choose another --served-model-name for the base",
+                parameter="vllm_args",
+            )
+        allowed = composer.manifest.allow
+        rank = _whole_number("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
+        loras = _whole_number("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
+        arguments = {
+            "--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
+            "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
+        }  # fmt: skip
+        chosen = [text for name, value in arguments.items() for text in (name, str(value))]
+        chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
+        command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)
+        host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
+        return Launch(
+            command, _environment(composer, experts_path, rank), rank, loras, f"http://{host}:{port}", served_name
         )
-    model, revision = _model(composer.base_model)
-    served_name = value_of("--served-model-name", vllm_args) or model
-    if served_name in composer.manifest.experts:
-        raise ArgumentError(
-            f"{served_name!r} is the name of both an expert and the served base",
-            "Choose another --served-model-name for the base",
-            parameter="vllm_args",
-        )
-    allowed = composer.manifest.allow
-    rank = _whole_number("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
-    loras = _whole_number("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
-    arguments = {
-        "--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
-        "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
-    }  # fmt: skip
-    chosen = [text for name, value in arguments.items() for text in (name, str(value))]
-    chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
-    command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)
-    host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
-    return Launch(
-        command, _environment(composer, experts_path, rank), rank, loras, f"http://{host}:{port}", served_name
-    )
 
 
 def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
     """vLLM's smallest rank that fits every allowed composition or, without an allow list, every blend of two."""
     chains = composer.manifest.chains
     if composer.manifest.allow is not None:
-        needed = max(largest_rank(composer.plan(name)) for name in composer.manifest.allow)
+        needed = max(composer.plan(name).largest_rank for name in composer.manifest.allow)
     else:
         ranks = sorted(
             sum(max(module.rank for module in experts[part].modules.values()) for part in chains.get(name, (name,)))
@@ -182,7 +184,7 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
 
 def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
     """A remark for each expert whose config names another base than the served one."""
-    served, revision = split_revision(base_model)
+    served, revision = Reference(base_model).parts
     known = is_folder(expand(base_model))
     remarks = []
     for name, adapter in experts.items():

@@ -32,10 +32,10 @@ from adapterswap.experiments.analysis.pictures import (
 from adapterswap.experiments.analysis.reading import matrices, under_stored_names
 from adapterswap.experiments.analysis.surveying import survey
 from adapterswap.kit.dependencies import require
+from adapterswap.kit.drawing import STYLE, save
 from adapterswap.kit.drawing import column_width as width_in_inches
-from adapterswap.kit.drawing import save, style
 from adapterswap.kit.errors import ArgumentError, Problems, check_type
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import write_json
 
 _RECORD = "analysis.json"
@@ -168,7 +168,7 @@ class Analysis:
             draw_norms,
         )
 
-        with atomic_folder(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs) as folder, style():
+        with ANALYSIS.folder(out_path, overwrite=overwrite, inputs=inputs) as folder, STYLE.applied():
             write_fractions(self.tables, folder / "changes.csv")
             write_json(folder / "analysis.json", self.as_json())
             save(draw_fractions(list(self.tables), width), folder, "changes")
@@ -182,6 +182,11 @@ class Analysis:
                 save(draw_meetings(self.pairs, width), folder, "cosines")
             for pair in self.pairs:
                 save(draw_interference(pair, width), folder, "-".join(pair.experts))
+
+    @staticmethod
+    def read(path: str | Path) -> Analysis:
+        """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`."""
+        return Analysis(tuple(read_fractions(path)))
 
 
 def analyze(
@@ -231,7 +236,7 @@ def analyze(
     opened = under_stored_names(opened, base)
     inputs = inputs_of(opened, base)
     if out_path is not None:
-        check_target(out_path, kind=ANALYSIS, overwrite=overwrite, inputs=inputs)  # before anything is computed
+        ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs)  # before anything is computed
     for name, expert in opened.items():
         check_layers(name, expert, base)
     check_shared(opened, base)
@@ -256,11 +261,6 @@ def _other_configs(experts: Mapping[str, Expert], base: Checkpoint | None) -> It
             if found:
                 text = found.text("the base", name)
                 yield f"the configs of {name} and the base compute differently, which ΔW does not show: {text}"
-
-
-def read_analysis(path: str | Path) -> Analysis:
-    """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`."""
-    return Analysis(tuple(read_fractions(path)))
 
 
 def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:

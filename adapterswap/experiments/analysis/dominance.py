@@ -18,7 +18,6 @@ from adapterswap.experiments.analysis.analyzing import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, measure
 from adapterswap.experiments.analysis.suggesting import PROPOSAL, expert_place, from_recipe
 from adapterswap.kit.errors import ArgumentError, ExpertError, check_type
-from adapterswap.kit.files.folders import atomic_file, check_file
 from adapterswap.kit.files.yaml import dump_yaml
 
 MARGIN = 0.15
@@ -106,7 +105,7 @@ def suggest_owners(
     places = {name: expert_place(expert) for name, expert in experts.items()}
     inputs = [*places.values(), None if base_model is None else str(base_model)]
     if out_path is not None:
-        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
+        PROPOSAL.check(out_path, overwrite=overwrite, inputs=inputs)
     together = Composition(
         allocation=(Rule(blend=dict.fromkeys(experts, 1.0)),),
         base_model=None if base_model is None else str(base_model),
@@ -135,7 +134,7 @@ def suggest_owners(
         content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
         content |= {} if num_layers is None else {"num_layers": num_layers}
         text = PROPOSAL.start.decode() + dump_yaml(content | {"rules": [rule.text for rule in rules]})
-        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+        with PROPOSAL.file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
             file.write_text(text, encoding="utf-8")
     return proposal
 

@@ -10,19 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.analysis.interference import FractionTable, Interference
-from adapterswap.kit.drawing import (
-    GREY,
-    NOTE,
-    SMALL,
-    TEXT,
-    Look,
-    hatch,
-    legend_shape,
-    looks,
-    new_figure,
-    readable_on,
-    wrapped,
-)
+from adapterswap.kit.drawing import STYLE, Look, hatch, legend_shape, looks, new_figure, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,8 +108,8 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
         axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
-        axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=SMALL)
-        axes.tick_params(labelsize=NOTE, length=0)
+        axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=STYLE.small)
+        axes.tick_params(labelsize=STYLE.note, length=0)
     for axes in grid.flat[len(tables) :]:
         axes.remove()
     for axes in grid[:, 0]:
@@ -134,7 +122,7 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
 def _bar(figure: Figure, image: Any, panels: Any, label: str, shrink: float = 0.6, pad: float = 0.01) -> None:
     bar = figure.colorbar(image, ax=panels, shrink=shrink, pad=pad)
     bar.set_label(label)
-    bar.ax.tick_params(labelsize=NOTE)
+    bar.ax.tick_params(labelsize=STYLE.note)
 
 
 def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relative: bool) -> Figure:
@@ -163,7 +151,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
         handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
     for place, (name, axes) in enumerate(panels.items()):
         if name:
-            axes.set_title(wrapped(name, int(width / across / 0.07)), fontsize=SMALL)
+            axes.set_title(wrapped(name, int(width / across / 0.07)), fontsize=STYLE.small)
         lowest = place + across >= len(names)
         axes.tick_params(labelbottom=lowest)
         first = place % across == 0
@@ -186,8 +174,8 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     stacked = width < _ABREAST
     figure = new_figure(width, 4.1 if stacked else 1.9)
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
-    figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=TEXT)
-    cosine.axhline(0, color=GREY, linewidth=0.8)
+    figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
+    cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
     for axes, key, pattern in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
                                (signs, "sign_conflicts", "")):  # fmt: skip
         known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
@@ -200,10 +188,10 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
         axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
     if pair.shared_start is not None:
-        overlap.set_title("read shows a shared initial A", fontsize=SMALL)
+        overlap.set_title("read shows a shared initial A", fontsize=STYLE.small)
     overlap.set_ylim(bottom=0)
     overlap.legend()
-    signs.axhline(0.5, color=GREY, linestyle=":")
+    signs.axhline(0.5, color=STYLE.grey, linestyle=":")
     for axes, middle, ends in ((cosine, 0.0, (-1.0, 1.0)), (signs, 0.5, (0.0, 1.0))):
         low, high = axes.get_ylim()
         axes.set_ylim(max(ends[0] - 0.02, min(low, middle - 0.1)), min(ends[1] + 0.02, max(high, middle + 0.1)))
@@ -216,7 +204,7 @@ def _draw_band(axes: Any, ends: Sequence[tuple[int, Any]], hatch: str, label: st
     """From low to high at each layer, half a layer wide to either side, so that a single layer has one too."""
     x = [side for layer, _ in ends for side in (layer - 0.5, layer + 0.5)]
     low, high = ([end[place] for _, end in ends for _ in range(2)] for place in (0, 1))
-    axes.fill_between(x, low, high, color=_BAND, edgecolor=GREY if hatch else _BAND, hatch=hatch, linewidth=0.3,
+    axes.fill_between(x, low, high, color=_BAND, edgecolor=STYLE.grey if hatch else _BAND, hatch=hatch, linewidth=0.3,
                       label=label, zorder=0)  # fmt: skip
 
 
@@ -247,13 +235,13 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
     image = axes.imshow(values[1:, :-1], cmap="PuOr", vmin=-most, vmax=most)
     axes.set_xticks(range(len(names) - 1), labels[:-1], rotation=90)
     axes.set_yticks(range(len(names) - 1), labels[1:])
-    axes.tick_params(labelsize=NOTE, length=0)
+    axes.tick_params(labelsize=STYLE.note, length=0)
     fits = (size - 1.2) / len(names) > _CELL
     for (row, column), value in np.ndenumerate(values):
         if np.isnan(value) or not fits:
             continue
-        colour = GREY if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
-        axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=NOTE, color=colour)
+        colour = STYLE.grey if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
+        axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=STYLE.note, color=colour)
     _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
     return figure
 

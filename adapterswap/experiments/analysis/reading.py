@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned, check_expert
+from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import Delta, read_difference, read_factors
+from adapterswap.core.changes.reading import Delta, Factors, read_difference
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES
-from adapterswap.core.model.layers import within_layer
+from adapterswap.core.model.layers import ModuleName
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
-from adapterswap.kit.files.numbers import open_files
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype
+from adapterswap.kit.files.tensorfile import open_files
 
 Expert = Adapter | Checkpoint
 
@@ -33,7 +33,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     for name, adapter in adapters.items():
         with problems.collect():
-            check_expert(adapter, name, Target.ANALYZE)
+            Target.ANALYZE.check_expert(adapter, name)
     problems.raise_if_any()
     adapters = aligned(adapters, None if base is None else str(base.source.folder))
     if base is not None and adapters:
@@ -78,7 +78,7 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     """An expert's matrices by module name: every LoRA module, or every attention and MLP weight of a checkpoint."""
     sources: dict[str, LoraModule | StoredTensor] = {}
     if isinstance(expert, Adapter):
-        check_expert(expert, expert.name, Target.ANALYZE)
+        Target.ANALYZE.check_expert(expert, expert.name)
         sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
     else:
         if base is None:
@@ -99,14 +99,14 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                     f"Pass the base that the expert was trained from{OTHER_NAMES}",
                     parameter="base_model",
                 )
-            if {own.tensor.dtype, parameter.tensor.dtype} <= set(FLOATS):
+            if {own.tensor.dtype, parameter.tensor.dtype} <= set(Dtype.FLOATS):
                 sources[parameter.module] = parameter
     parts = [_matrix(name, source) for name, source in sources.items()]
     return {matrix.name: matrix for matrix in sorted(parts, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
 
 
 def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:
-    inside = name if source.layer is None else within_layer(name, source.layer)
+    inside = name if source.layer is None else ModuleName(name).within(source.layer)
     part = re.sub(r"\.\d+(?=\.|$)", "", inside)
     last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
     place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
@@ -122,7 +122,7 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, LoraModule)
-                return read_factors(expert.name, adapters[expert.file.path], matrix.source)
+                return Factors.read(expert.name, adapters[expert.file.path], matrix.source)
 
         else:
             assert base is not None

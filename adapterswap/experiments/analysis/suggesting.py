@@ -25,7 +25,7 @@ from adapterswap.experiments.analysis.interference import Block, Changes, measur
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.texts import Reader, choose_reader
 from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
-from adapterswap.kit.files.folders import FileKind, atomic_file, check_file
+from adapterswap.kit.files.folders import FileKind
 from adapterswap.kit.files.text import as_row, expand, is_folder, json_lines, read_small
 from adapterswap.kit.files.yaml import dump_yaml
 
@@ -248,7 +248,7 @@ def suggest(
         content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
         text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
         text += dump_yaml(content | dict(suggestion.composition))
-        with atomic_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+        with PROPOSAL.file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
             file.write_text(text, encoding="utf-8")
     return suggestion
 
@@ -261,7 +261,7 @@ def prepare(
     inputs: list[str | None] = [expert_place(task_expert), expert_place(language_expert)]
     inputs += [None if path is None else str(path) for path in (base_model, *files.values())]
     if out_path is not None:
-        check_file(out_path, kind=PROPOSAL, overwrite=overwrite, inputs=inputs)
+        PROPOSAL.check(out_path, overwrite=overwrite, inputs=inputs)
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     missing = [side for side, path in files.items() if path is None]
     if len(missing) == 1:
@@ -314,11 +314,11 @@ def _by_weights(plan: Plan, bars: Bars) -> Importance:
 
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
-    from adapterswap.core import choose_device, load_weights, open_base
+    from adapterswap.core import OpenedBase, choose_device
 
     target = choose_device(device)
-    base = open_base(base_model)
-    model = load_experts(load_weights(base).to(target), plan).eval()
+    base = OpenedBase.open(base_model)
+    model = load_experts(base.load_weights().to(target), plan).eval()
     sides = dict(zip(("task", "language"), plan.experts, strict=True))
     batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
     with bars("batches of texts", batches) as step:

@@ -27,8 +27,8 @@ from adapterswap.core.changes.reading import Delta, Factors, finite
 from adapterswap.core.writing.outputs import map_in_threads
 from adapterswap.experiments.analysis.reading import Matrix, Reader, delta_reader, matrices
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.numbers import open_files, read_elements, row_ranges
-from adapterswap.kit.files.tensorfile import FLOATS
+from adapterswap.kit.files.numbers import Dtype, row_ranges
+from adapterswap.kit.files.tensorfile import open_files
 
 Vectors = npt.NDArray[np.floating]
 
@@ -423,11 +423,11 @@ def _shuffled_conflict(first: Marginals, second: Marginals) -> Null:
 def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
     """‖W‖ of the base's own weight, read in parts; None if the base does not store it in floating point."""
     own = base.parameters.get(f"{name}.weight") if base else None
-    if base is None or own is None or own.tensor.dtype not in FLOATS:
+    if base is None or own is None or own.tensor.dtype not in Dtype.FLOATS:
         return None
     total = 0.0
     for start, stop in row_ranges(math.prod(own.tensor.shape), _STORED):
-        part = read_elements(base.name, files[own.path], own.tensor, start, stop).astype(np.float64)
+        part = own.tensor.read_elements(base.name, files[own.path], start, stop).astype(np.float64)
         total += float(part @ part)
     return math.sqrt(total)
 

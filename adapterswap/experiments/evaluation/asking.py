@@ -11,25 +11,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 
-from adapterswap.core import (
-    Form,
-    ModelForm,
-    OpenedBase,
-    Plan,
-    generation_config,
-    prepare_model,
-    write_model,
-    write_prepared,
-)
+from adapterswap.core import Form, ModelForm, OpenedBase, Plan, prepare_model
 from adapterswap.engines.serving.composer import for_any_engine
 from adapterswap.experiments.evaluation.evaluating import as_result, harness, padded, run_harness, tasks_to_evaluate
 from adapterswap.experiments.evaluation.harness import EvaluatedModel, seed_of
@@ -104,33 +96,49 @@ def written(
 
     Args:
         plan: the composition; None for the base, which needs no folder.
-        hashes: see `write_prepared`.
+        hashes: see `Prepared.write`.
         tell: called with the largest relative error of a module if the composition is reduced.
     """
     if plan is None:
         yield None
         return
     with scratch_folder("composition") as place:
-        try:
+        with _room_in_tmpdir(full=full):
             if full:
                 subject: Subject = FullWeights(_merged(plan, place / "merged", base_model))
             else:
                 prepared = for_any_engine(plan, Form("portable", **output))
                 if output:
                     tell(max((reduced.written_error for reduced in prepared.reduced.values()), default=0.0))
-                subject = write_prepared(prepared, place / "composed", hashes=hashes, companions=False)
-        except OutputError as error:
-            raise OutputError(
-                error.problems[0].message,
-                "Set TMPDIR to a folder on a disk with enough free space for the base model"
-                if full
-                else "Set TMPDIR to a folder on a disk with enough free space",
-            ) from error
+                subject = prepared.write(place / "composed", hashes=hashes, companions=False)
         yield subject
 
 
+@contextmanager
+def merged_folder(plan: Plan, base_model: str) -> Iterator[Path]:
+    """Write the full weights of a composition to a temporary folder, which exists inside the block."""
+    with scratch_folder("composition") as place:
+        with _room_in_tmpdir(full=True):
+            folder = _merged(plan, place / "merged", base_model)
+        yield folder
+
+
+@contextmanager
+def _room_in_tmpdir(*, full: bool) -> Iterator[None]:
+    """Say where to find more room, if a temporary folder cannot be written."""
+    try:
+        yield
+    except OutputError as error:
+        raise OutputError(
+            error.problems[0].message,
+            "Set TMPDIR to a folder on a disk with enough free space for the base model"
+            if full
+            else "Set TMPDIR to a folder on a disk with enough free space",
+        ) from error
+
+
 def _merged(plan: Plan, folder: Path, base_model: str) -> Path:
-    return write_model(prepare_model(plan, ModelForm(), None if plan.is_model else base_model), folder)
+    return prepare_model(plan, ModelForm(), None if plan.is_model else base_model).write(folder)
 
 
 class Engine(Protocol):
@@ -170,7 +178,7 @@ class _Paper(EvaluatedModel):
     def __init__(
         self, base: OpenedBase, loaded: Any, settings: Settings, answers: Mapping[Request, Answer] | None = None
     ) -> None:
-        self._generation_config = generation_config(base)
+        self._generation_config = base.generation_config()
         stand_in = SimpleNamespace(
             config=base.config, generation_config=self._generation_config, device=torch.device("cpu"), eval=lambda: None
         )
@@ -258,6 +266,7 @@ class Questions:
     settings: Settings
     documents: Mapping[str, Collection[int]] | None = None
 
+    @cached_property
     def requests(self) -> tuple[Request, ...]:
         """What the tasks ask a model, equal requests once; raises the errors of `evaluating.evaluate`."""
         loaded = tasks_to_evaluate(self.base.tokenizer, self.tasks, self.settings)
@@ -284,15 +293,20 @@ class Job:
         key: its name, another for each job.
         opened: yields what to put into the engine, which exists inside the block.
         questions: what it is asked.
-        requests: their requests.
         alone: nothing else may be in flight with it.
     """
 
     key: str
     opened: Callable[[], AbstractContextManager[Subject]]
     questions: Questions
-    requests: Sequence[Request]
     alone: bool = False
+
+    @staticmethod
+    def of_plan(
+        key: str, plan: Plan | None, output: Output, questions: Questions, *, full: bool, **options: Any
+    ) -> Job:
+        """A job for a composition; see `written`. Full weights are alone."""
+        return Job(key, partial(written, plan, output, full=full, **options), questions, alone=full)
 
 
 @dataclass
@@ -305,7 +319,7 @@ class _Flight:
 
     @property
     def landed(self) -> bool:
-        return len(self.answers) == len(self.job.requests)
+        return len(self.answers) == len(self.job.questions.requests)
 
 
 _AHEAD = 4  # finished jobs per job in flight that wait for an earlier one; killing this process loses them
@@ -348,7 +362,7 @@ def evaluated(
                 if flying[key].landed:
                     _end(engine, flying.pop(key))
             if on_progress is not None:
-                on_progress(len(first.answers), len(first.job.requests))
+                on_progress(len(first.answers), len(first.job.questions.requests))
     finally:
         for flight in list(flying.values()):
             _end(engine, flight)
@@ -361,7 +375,7 @@ def _may_start(waiting: deque[Job], flying: Mapping[str, _Flight]) -> bool:
 def _started(engine: Engine, job: Job) -> _Flight:
     with ExitStack() as place:
         engine.put(job.key, place.enter_context(job.opened()))
-        for request in job.requests:
+        for request in job.questions.requests:
             engine.ask(job.key, request)
         return _Flight(job, place.pop_all())
 

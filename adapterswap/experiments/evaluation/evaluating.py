@@ -209,7 +209,7 @@ def evaluate(
         settings: see `Settings`, whose defaults apply otherwise.
         documents: task → the numbers of the documents to evaluate, at least one; by default all within
             `settings.limit`. Random shots are drawn for these documents alone.
-        processes: the processes that evaluate together, from `adapterswap.kit.processes.joined`; by default only
+        processes: the processes that evaluate together, from `Processes.joined`; by default only
             this one.
             All call this function with the same model and arguments, and each answers its share of the batches.
         on_progress: called with the number of finished requests and the total; first with 0, when the prompts are

@@ -16,7 +16,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.kit.errors import DataError, Problems, visible
-from adapterswap.kit.files.folders import OutputKind, atomic_folder
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import write_json
 
 _AROUND = 30  # characters shown on either side
@@ -204,13 +204,13 @@ def write_result(
         inputs: paths that were read; the output may not overlap them.
 
     Raises:
-        AdapterswapError: see `atomic_folder`.
+        AdapterswapError: see `OutputKind.folder`.
     """
     content = result.as_json() | {
         "subject": dict(subject or {}),
         "first_prompts": {sample.task: sample.prompt for sample in result.samples if sample.doc_id == 0},
     }
-    with atomic_folder(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs) as folder:
+    with EVALUATION.folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
         write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in result.samples:

@@ -41,7 +41,7 @@ from adapterswap.kit.errors import (
     reason_of,
 )
 from adapterswap.kit.files.folders import files_in
-from adapterswap.kit.files.hashes import Stamps, stamps
+from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import read_small
 
 _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
@@ -289,7 +289,7 @@ _LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
 
 def _manager(names: Iterable[str], include_path: str | None) -> Any:
     """The harness's manager of tasks, with an index of what these names need; of everything if one is a pattern."""
-    files = () if include_path is None else stamps(files_in(Path(include_path)))
+    files = () if include_path is None else Stamps.of(files_in(Path(include_path)))
     return _indexed(include_path, files, frozenset(names))
 
 

@@ -13,41 +13,28 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import (
     Adapter,
     Composition,
+    ModelConfig,
     OpenedBase,
     Plan,
-    adapter_source,
+    SourceRecord,
     check_base_weights,
     choose_device,
-    identity_of,
-    load_weights,
     make_plan,
-    num_layers_in_config,
-    open_base,
 )
-from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
-from adapterswap.core.experts.adapter import read_adapter
 from adapterswap.core.experts.config import is_plain
 from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
 from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.loading import quiet_peft
-from adapterswap.core.model.sources import (
-    CONFIG,
-    PROVENANCE,
-    TRAINING_RECORD,
-    WEIGHTS,
-    Source,
-    find_source,
-    recorded_base,
-)
-from adapterswap.core.writing.records import CompositionRecord, composition_record, read_record
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Records, Source
+from adapterswap.core.writing.records import CompositionRecord, read_record
 from adapterswap.experiments.evaluation import evaluating
 from adapterswap.experiments.evaluation.languages import check_languages
 from adapterswap.experiments.evaluation.prompts import Vocabulary
@@ -64,9 +51,9 @@ from adapterswap.kit.errors import (
     check_type,
     reason_of,
 )
-from adapterswap.kit.files.folders import check_target, scratch_folder
+from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.tensorfile import read_header
+from adapterswap.kit.files.tensorfile import TensorFile
 from adapterswap.kit.files.text import read_json, shown
 from adapterswap.kit.processes import Processes
 
@@ -99,7 +86,7 @@ for key in regexes:
 
 def find_adapter(reference: str) -> Source:
     """The folder of a PEFT adapter, or the one that a Hub id `org/name[@revision]` names."""
-    source = find_source(reference, [WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD], what="adapter")
+    source = Source.find(reference, [WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD], what="adapter")
     for name in (WEIGHTS, CONFIG):
         if not (source.folder / name).is_file():
             raise ExpertError(
@@ -143,7 +130,7 @@ def load_subject(
             folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
             adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
             plan = None
-        model = load_weights(base, dtype=dtype).to(target)
+        model = base.load_weights(dtype=dtype).to(target)
         if adapter is not None:
             model = _with_adapter(model, adapter)
         if plan is not None:
@@ -160,13 +147,13 @@ def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -
     if adapter is not None:
         own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
         check_base_weights(
-            {str(adapter): recorded_base(adapter.folder)},
+            {str(adapter): Records(adapter.folder).base()},
             base.source,
             {str(adapter): own if isinstance(own, str) else None},
         )
         opened = None
         with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
-            opened = read_adapter(adapter)
+            opened = Adapter.read(adapter)
         try:
             _ = opened and _alone(opened, base)
         except AdapterswapError as error:
@@ -181,7 +168,7 @@ def _alone(adapter: Adapter, base: OpenedBase) -> Plan:
 
 
 def _depth(base: OpenedBase) -> int | None:
-    return num_layers_in_config(base.config.to_dict())
+    return ModelConfig(base.config.to_dict()).num_layers
 
 
 def describe_subject(
@@ -194,7 +181,7 @@ def describe_subject(
 ) -> dict[str, Any]:
     """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
     named = {"source": base.source.name, "revision": base.source.revision}
-    prints = identity_of(base.source)  # another local base may have the same name
+    prints = base.source.identity  # another local base may have the same name
     subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
     if adapter is not None:
         subject["adapter"] = _describe(adapter)
@@ -202,9 +189,9 @@ def describe_subject(
             subject["composition"] = _made_of(record)
     if plan is not None:
         hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
-        experts = {name: adapter_source(expert, hashes[name]) for name, expert in plan.adapters.items()}
+        experts = {name: SourceRecord.of_adapter(expert, hashes[name]) for name, expert in plan.adapters.items()}
         output = {"max_rank": max_rank, "max_error": max_error}
-        record = composition_record(plan, experts, None, output=output, measured={})
+        record = CompositionRecord.of(plan, experts, None, output=output, measured={})
         subject["composition"] = _made_of(record)
     return subject
 
@@ -220,7 +207,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
 
     from adapterswap.engines.live.loading import check_copies, folder_without_copies
 
-    file = read_header(adapter.folder / WEIGHTS)
+    file = TensorFile.read(adapter.folder / WEIGHTS)
     modules = dict(model.named_modules())
     _check_regexes(adapter, list(modules))
     check_copies(file, f"The adapter {adapter}", modules)
@@ -351,26 +338,80 @@ class Evaluation:
         self, device: str, dtype: str, on_loaded: Callable[[], None], on_progress: Callable[[int, int], None] | None
     ) -> EvaluationResult:
         """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
-        from adapterswap.experiments.evaluation.asking import Job, Questions, evaluated, written
-        from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine, fits_vllm, needs_of, shapes_of
+        from adapterswap.experiments.evaluation.asking import Job, Questions, evaluated
+        from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine, beyond_vllm
 
         require("vllm")
         plan, base = self.plan, self.base
         name = "the adapter" if self.adapter is not None else "the composition"
         if self.adapter is not None:
-            plan = _alone(read_adapter(self.adapter), base)
+            plan = _alone(Adapter.read(self.adapter), base)
         output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
-        shapes = shapes_of(base)
-        full = plan is not None and not all(fits_vllm(one, name, shapes) for name, one in plan.adapters.items())
+        full = plan is not None and bool(beyond_vllm(plan.adapters, base))
         questions = Questions(base, self.tasks, self.settings)
-        requests = questions.requests()
-        needs = needs_of({} if plan is None or full else {name: (plan, output)}, requests, 1, shapes)
+        needs = Needs.of({} if plan is None or full else {name: (plan, output)}, questions.requests, 1, base)
         arguments, seed = self.settings.engine_args, self.settings.seed
         with VLLMEngine(base, needs, arguments, device=device, dtype=dtype, seed=seed) as engine:
             on_loaded()
-            place = partial(written, plan, output, full=full, base_model=base.reference)
-            ((result, _),) = evaluated(engine, [Job(name, place, questions, requests)], on_progress=on_progress)
+            job = Job.of_plan(name, plan, output, questions, full=full, base_model=base.reference)
+            ((result, _),) = evaluated(engine, [job], on_progress=on_progress)
         return result
+
+    @staticmethod
+    def prepare(
+        base_model: str | Path,
+        tasks: str | Sequence[str],
+        *,
+        adapter: Adapter | str | Path | None = None,
+        plan: Plan | None = None,
+        chat_template_from: str | None = None,
+        max_rank: int | None = None,
+        max_error: float | None = None,
+        settings: Settings | None = None,
+        out_path: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> Evaluation:
+        """Open and check everything that `evaluate` needs, except the weights; the arguments are `evaluate`'s."""
+        check_type(base_model, (str, Path), "base_model", "Pass a local folder or a Hub id such as org/name")
+        check_type(plan, (Plan, type(None)), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
+        check_type(
+            adapter, (Adapter, str, Path, type(None)), "adapter", "Pass a local folder, a Hub id or an opened adapter"
+        )
+        settings = settings or Settings()
+        names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
+        check_task_names(names, settings.include_path)
+        if adapter is not None and plan is not None:
+            raise ArgumentError(
+                "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
+            )
+        if plan is None and (max_rank is not None or max_error is not None):
+            name = "max_rank" if max_rank is not None else "max_error"
+            raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
+        if plan is not None:
+            plan.check_adapter()
+        source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None
+        inputs: list[str | Path | None] = [base_model, source.folder if source else None, settings.include_path]
+        inputs += plan.inputs if plan else []
+        if out_path is not None:
+            EVALUATION.check(out_path, overwrite=overwrite, inputs=inputs)
+        base = OpenedBase.open(str(base_model))
+        check_subject(base, source, plan)
+        companions = _companions(base, source, plan, chat_template_from)
+        base = base.with_companions(companions)
+        settings.check(base.tokenizer)
+        settings = settings.dated(base.tokenizer)
+        loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
+        if settings.language_fidelity:
+            check_languages(loaded["tasks"])
+        subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
+        subject |= described_companions(companions)
+        inputs.append(base.source.folder)
+        evaluation = Evaluation(
+            base, loaded, settings, subject, companions, source, plan, max_rank, max_error, tuple(inputs)
+        )  # fmt: skip
+        if Vocabulary(base.config, base.tokenizer).may_lack_rows:
+            evaluation.preview()  # refuses prompts with such tokens
+        return evaluation
 
 
 def one_engine(processes: int) -> ArgumentError:
@@ -436,7 +477,7 @@ def evaluate(
         dtype: of the base's weights: float32, bfloat16, float16, or auto for the one they are stored in.
         out_path: a folder to write results.json and samples.jsonl to; nothing is written by default.
         overwrite: replace that folder if an evaluation wrote it.
-        processes: the processes that evaluate together, from `adapterswap.kit.processes.joined`; by default only
+        processes: the processes that evaluate together, from `Processes.joined`; by default only
             this one.
         on_progress: called with the number of finished requests and the total.
 
@@ -460,10 +501,18 @@ def evaluate(
         include_path=include_path, trust_task_code=trust_task_code, confirm_run_unsafe_code=confirm_run_unsafe_code,
         seed=sampling_seed, language_fidelity=language_fidelity, engine=engine, engine_args=engine_args or {},
     )  # fmt: skip
-    prepared = prepare_evaluation(
-        base_model, tasks, adapter=adapter, plan=plan, chat_template_from=chat_template_from, max_rank=max_rank,
-        max_error=max_error, settings=settings, out_path=out_path, overwrite=overwrite,
-    )  # fmt: skip
+    prepared = Evaluation.prepare(
+        base_model,
+        tasks,
+        adapter=adapter,
+        plan=plan,
+        chat_template_from=chat_template_from,
+        max_rank=max_rank,
+        max_error=max_error,
+        settings=settings,
+        out_path=out_path,
+        overwrite=overwrite,
+    )
     return prepared.run(
         device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes, on_progress=on_progress
     )
@@ -475,69 +524,16 @@ def _companions(
     """Whose tokenizer and chat template the merged model would have."""
     folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
     folders |= {"adapter": adapter.folder} if adapter is not None else {}
-    return decide_prompts(
-        folders, base.source.folder, rows=getattr(base.config.get_text_config(), "vocab_size", None),
-        tokenizer=plan.composition.tokenizer if plan is not None else None, template=chat_template_from,
-    )  # fmt: skip
+    return CompanionPlan.decide_prompts(
+        folders,
+        base.source.folder,
+        rows=getattr(base.config.get_text_config(), "vocab_size", None),
+        tokenizer=plan.composition.tokenizer if plan is not None else None,
+        template=chat_template_from,
+    )
 
 
 def described_companions(companions: CompanionPlan) -> dict[str, Any]:
     """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
     others = {kind: owner for kind, owner in companions.prompt_record.items() if owner != BASE_FOLDER}
     return {"companions": others} if others else {}
-
-
-def prepare_evaluation(
-    base_model: str | Path,
-    tasks: str | Sequence[str],
-    *,
-    adapter: Adapter | str | Path | None = None,
-    plan: Plan | None = None,
-    chat_template_from: str | None = None,
-    max_rank: int | None = None,
-    max_error: float | None = None,
-    settings: Settings | None = None,
-    out_path: str | Path | None = None,
-    overwrite: bool = False,
-) -> Evaluation:
-    """Open and check everything that `evaluate` needs, except the weights; the arguments are `evaluate`'s."""
-    check_type(base_model, (str, Path), "base_model", "Pass a local folder or a Hub id such as org/name")
-    check_type(plan, (Plan, type(None)), "plan", "Pass a plan, as `compose` or `layer_swap` returns it")
-    check_type(
-        adapter, (Adapter, str, Path, type(None)), "adapter", "Pass a local folder, a Hub id or an opened adapter"
-    )
-    settings = settings or Settings()
-    names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
-    check_task_names(names, settings.include_path)
-    if adapter is not None and plan is not None:
-        raise ArgumentError(
-            "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
-        )
-    if plan is None and (max_rank is not None or max_error is not None):
-        name = "max_rank" if max_rank is not None else "max_error"
-        raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
-    if plan is not None:
-        plan.check_adapter()
-    source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None
-    inputs: list[str | Path | None] = [base_model, source.folder if source else None, settings.include_path]
-    inputs += plan.inputs if plan else []
-    if out_path is not None:
-        check_target(out_path, kind=EVALUATION, overwrite=overwrite, inputs=inputs)
-    base = open_base(str(base_model))
-    check_subject(base, source, plan)
-    companions = _companions(base, source, plan, chat_template_from)
-    base = base.with_companions(companions)
-    settings.check(base.tokenizer)
-    settings = settings.dated(base.tokenizer)
-    loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
-    if settings.language_fidelity:
-        check_languages(loaded["tasks"])
-    subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
-    subject |= described_companions(companions)
-    inputs.append(base.source.folder)
-    evaluation = Evaluation(
-        base, loaded, settings, subject, companions, source, plan, max_rank, max_error, tuple(inputs)
-    )  # fmt: skip
-    if Vocabulary(base.config, base.tokenizer).may_lack_rows:
-        evaluation.preview()  # refuses prompts with such tokens
-    return evaluation

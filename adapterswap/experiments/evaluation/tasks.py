@@ -35,7 +35,7 @@ from adapterswap.experiments.evaluation.stock_tasks import check_known, check_me
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, Problems
 from adapterswap.kit.files.folders import files_in
-from adapterswap.kit.files.hashes import Stamps, fingerprint, stamps
+from adapterswap.kit.files.hashes import Stamps, fingerprint
 from adapterswap.kit.files.text import expand
 
 _PLACES = (
@@ -257,7 +257,7 @@ def _kept(requested: _Requested) -> LoadedTasks:
     A loop over compositions needs the same tasks again and again, and the harness's data take seconds.
     """
     folders = {*(folder for _, folder in requested.local), *map(Path, filter(None, [requested.include_path]))}
-    now = stamps(path for folder in sorted(folders) for path in files_in(folder))
+    now = Stamps.of(path for folder in sorted(folders) for path in files_in(folder))
     kept = _KEPT.pop(requested, None)
     if kept is None or kept.tasks != now or kept.data != _data_stamps(kept.loaded):
         loaded = _load(requested)
@@ -282,7 +282,7 @@ def _data_stamps(loaded: LoadedTasks) -> Stamps:
             elif isinstance(value, str | Path):
                 for place in map(Path, glob.glob(str(value), recursive=True) or [str(value)]):
                     found.update(files_in(place) if place.is_dir() else [place] if place.is_file() else [])
-    return stamps(sorted(found))
+    return Stamps.of(sorted(found))
 
 
 def _load(requested: _Requested) -> LoadedTasks:

@@ -26,10 +26,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from adapterswap.core import Adapter, OpenedBase, Plan, generation_config
-from adapterswap.core.model.base import base_at
+from adapterswap.core import Adapter, Base, OpenedBase, Plan
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
-from adapterswap.engines.serving.composer import check_fits, largest_rank
+from adapterswap.engines.serving.composer import check_fits
 from adapterswap.engines.serving.vllm import RANKS
 from adapterswap.experiments.evaluation.asking import (
     Answer,
@@ -63,7 +62,7 @@ class Needs:
     """What an engine must be able to hold; the settings of vLLM that follow can be overridden.
 
     Attributes:
-        rank: the highest rank of an adapter.
+        ranks: the highest rank that each adapter may have.
         modules: the last parts of the names of all adapted modules; none if no composition is an adapter.
         zeros: the tensors of the base's adapter of zeros with their shapes: one adapted module of each kind.
         width: the sum of inputs and outputs of all modules that may be adapted.
@@ -72,7 +71,7 @@ class Needs:
         in_flight: compositions at once.
     """
 
-    rank: int
+    ranks: Mapping[str, int]
     modules: tuple[str, ...]
     zeros: Mapping[str, tuple[int, int]]
     width: int
@@ -86,7 +85,7 @@ class Needs:
         if self.modules:
             chosen |= {
                 "enable_lora": True,
-                "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank),
+                "max_lora_rank": next(rank for rank in RANKS if rank >= max(self.ranks.values())),
                 "max_loras": min(self.in_flight, _MAX_LORAS),
                 "max_cpu_loras": self.in_flight + 1,
                 "lora_target_modules": list(self.modules),
@@ -98,57 +97,63 @@ class Needs:
         settings = self.settings()
         return self.width * int(settings.get("max_lora_rank", 0)) * int(settings.get("max_loras", 0))
 
+    @staticmethod
+    def of(
+        adapters: Mapping[str, tuple[Plan, Output]],
+        requests: Iterable[Request],
+        in_flight: int,
+        base: OpenedBase,
+    ) -> Needs:
+        """What vLLM must hold for compositions of a base's experts as adapters."""
+        ranks = {name: _rank_of(plan, output) for name, (plan, output) in adapters.items()}
+        shapes = _shapes_of(base)
+        highest = max(ranks, key=lambda name: ranks[name], default=None)
+        if highest is not None and ranks[highest] > RANKS[-1]:
+            raise UnsupportedError(
+                f"{highest} has rank {ranks[highest]}, and vLLM supports at most {RANKS[-1]}",
+                "Reduce it with `max_rank`, or use `engine=transformers`",
+                parameter="engine",
+            )
+        names = {module.name for plan, _ in adapters.values() for module in plan.modules.values() if module.terms}
+        modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
+        requests = tuple(requests)
+        widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
+        return Needs(
+            ranks=ranks,
+            modules=modules,
+            zeros=_zeros(plan for plan, _ in adapters.values()),
+            width=sum(sum(map(int, pair)) for pair in widths),
+            longest=longest_of(requests),
+            likelihoods=any(isinstance(one, Likelihood) for one in requests),
+            in_flight=in_flight,
+        )
+
 
 def longest_of(requests: Sequence[Request]) -> int:
     """Tokens of the longest request with its answer; of likelihoods vLLM decodes one more token."""
     return max(len(one.tokens) + (one.limit if isinstance(one, Generation) else 1) for one in requests)
 
 
-def shapes_of(base: OpenedBase) -> dict[str, str]:
+def _shapes_of(base: OpenedBase) -> dict[str, str]:
     """Each module of the base that LoRA can adapt, with its shape in the format of `LoraModule.shape`."""
-    weights = base_at(base.source.folder, f"the base {base.reference}")
+    weights = Base.at(base.source.folder, f"the base {base.reference}")
     return {name: weight.shape for name, weight in weights.items()}
 
 
-def fits_vllm(adapter: Adapter, name: str, shapes: Mapping[str, str]) -> bool:
-    """Whether vLLM can hold an expert's changes as LoRA; otherwise its compositions are full weights."""
-    try:
-        check_fits(adapter, shapes, name)
-    except UnsupportedError:
-        return False
-    return True
+def beyond_vllm(adapters: Mapping[str, Adapter], base: OpenedBase) -> set[str]:
+    """The experts whose changes vLLM cannot hold as LoRA, so that their compositions are full weights."""
+    shapes, unfit = _shapes_of(base), set()
+    for name, adapter in adapters.items():
+        try:
+            check_fits(adapter, shapes, name)
+        except UnsupportedError:
+            unfit.add(name)
+    return unfit
 
 
-def rank_of(plan: Plan, output: Output) -> int:
+def _rank_of(plan: Plan, output: Output) -> int:
     """The highest rank that the adapter of a composition may have."""
-    return min(largest_rank(plan), output.get("max_rank") or largest_rank(plan))
-
-
-def needs_of(
-    adapters: Mapping[str, tuple[Plan, Output]], requests: Iterable[Request], in_flight: int, shapes: Mapping[str, str]
-) -> Needs:
-    """What vLLM must hold for compositions as adapters."""
-    ranks = {name: rank_of(plan, output) for name, (plan, output) in adapters.items()}
-    highest = max(ranks, key=lambda name: ranks[name], default=None)
-    if highest is not None and ranks[highest] > RANKS[-1]:
-        raise UnsupportedError(
-            f"{highest} has rank {ranks[highest]}, and vLLM supports at most {RANKS[-1]}",
-            "Reduce it with `max_rank`, or use `engine=transformers`",
-            parameter="engine",
-        )
-    names = {module.name for plan, _ in adapters.values() for module in plan.modules.values() if module.terms}
-    modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
-    requests = tuple(requests)
-    widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
-    return Needs(
-        rank=max(ranks.values(), default=0),
-        modules=modules,
-        zeros=_zeros(plan for plan, _ in adapters.values()),
-        width=sum(sum(map(int, pair)) for pair in widths),
-        longest=longest_of(requests),
-        likelihoods=any(isinstance(one, Likelihood) for one in requests),
-        in_flight=in_flight,
-    )
+    return min(plan.largest_rank, output.get("max_rank") or plan.largest_rank)
 
 
 def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
@@ -240,7 +245,7 @@ class VLLMEngine:
         import vllm
 
         versions = {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")}
-        own = generation_config(self._base).to_diff_dict()
+        own = self._base.generation_config().to_diff_dict()
         return {
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
             "device": self._platform,

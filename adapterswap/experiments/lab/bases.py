@@ -157,7 +157,7 @@ _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out
 
 def shipped_file(scene: Scene, seed: int) -> Path:
     """The path of the shipped weights of a scene and seed, whether they exist or not."""
-    return Path(__file__).parent / "bases" / f"{scene.name}-{seed}.safetensors"
+    return Path(__file__).parent / "shipped" / f"{scene.name}-{seed}.safetensors"
 
 
 def write_base(

@@ -86,6 +86,46 @@ class FrenchPlan:
             "methods": tuple(METHODS),
         }
 
+    def run(
+        self, *, device: str = "auto", tell: Callable[[str, float], None] = lambda step, share: None
+    ) -> FrenchResult:
+        """Run a plan: the base, the composition, a sweep over all methods and its report; what is finished is kept.
+
+        Args:
+            plan: see `plan_french`.
+            tell: called with the current step and its finished share.
+
+        Raises:
+            DependencyError: the `lab`, `eval` or `gguf` extra is not installed.
+            AdapterswapError: see `write_smollm2`, `sweep` and `report`.
+        """
+        require("eval")
+        require("lab", "scipy", "jinja2")
+        from adapterswap.experiments.reporting.writing import report
+        from adapterswap.experiments.sweeps import SweepProgress, SweepRecipe, sweep
+
+        folder = self.out_path
+        tell("base", 0.0)
+        base = write_smollm2(folder / "base")
+        tell("composition", 0.0)
+        swap = layer_swap(self.experts["math"], self.experts["french"], bottom=BOTTOM, top=TOP, base_model=str(base))
+        write_adapter(swap, folder / "math+french", overwrite=True)
+        tasks = write_task(folder / "tasks", "test", each=self.each)
+        recipe = folder / _RECIPE
+        recipe.write_text(json.dumps(sweep_recipe(base, self.experts, tasks), indent=2) + "\n", encoding="utf-8")
+
+        def progress(news: SweepProgress) -> None:
+            within = news.requests / news.requests_total if news.requests_total else 0.0
+            tell("test problems", (news.done + within) / max(1, news.total))
+
+        run = sweep(SweepRecipe.read(recipe), folder / "sweep", device=device, overwrite=self.overwrite, tell=progress)
+        tell("report", 0.0)
+        report(folder / "sweep", folder / "report", overwrite=True)
+        result = read_result(run, self.problems)
+        places = {name: str(path.absolute()) for name, path in self.experts.items()}
+        write_json(folder / RECORD, {**result.to_json(), "experts": places})
+        return result
+
 
 @dataclass(frozen=True)
 class FrenchResult:
@@ -127,6 +167,32 @@ class FrenchResult:
             "scores": {family: self.score(family) for family in self.right},
             "layer_swap_minus": {family: self._paired(family) for family in self.right if family != "layer swap"},
         }  # fmt: skip
+
+    def tables(self) -> Iterator[Table]:
+        """Some problems with their answers, and the scores with the swap's paired differences."""
+        from rich.table import Table
+
+        answers = Table(title="Some of the test problems", title_justify="left")
+        for heading in ("problem", "right", *SHOWN):
+            answers.add_column(heading, justify="left" if heading == "problem" else "right")
+        for problem, said in self.shown():
+            marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
+            answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
+        yield answers
+        templates = len({problem.template for problem in self.problems})
+        scores = Table(
+            title=f"{len(self.problems)} French word problems of {templates} templates, four choices (chance .25)",
+            title_justify="left",
+            caption=CAVEAT,
+        )
+        for heading in ("method", "right", "layer swap minus it, 95 % over templates", "description"):
+            scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
+        for method, description in METHODS.items():
+            is_swap = method == "layer swap"
+            difference, half = (0.0, 0.0) if is_swap else self.against(method)
+            paired = "" if is_swap else f"{difference:+.3f} [{difference - half:+.3f}, {difference + half:+.3f}]"
+            scores.add_row(method, f"{self.score(method):.3f}", paired, description, style="bold" if is_swap else "")
+        yield scores
 
 
 def over_templates(one: NDArray[Any], other: NDArray[Any], names: list[str]) -> tuple[float, float]:
@@ -206,47 +272,6 @@ def _is_ours(folder: Path) -> bool:
     return names <= {"base", "tasks", _RECIPE, "sweep", "report", "math+french", RECORD}
 
 
-def run_french(
-    plan: FrenchPlan, *, device: str = "auto", tell: Callable[[str, float], None] = lambda step, share: None
-) -> FrenchResult:
-    """Run a plan: the base, the composition, a sweep over all methods and its report; what is finished is kept.
-
-    Args:
-        plan: see `plan_french`.
-        tell: called with the current step and its finished share.
-
-    Raises:
-        DependencyError: the `lab`, `eval` or `gguf` extra is not installed.
-        AdapterswapError: see `write_smollm2`, `sweep` and `report`.
-    """
-    require("eval")
-    require("lab", "scipy", "jinja2")
-    from adapterswap.experiments.reporting.writing import report
-    from adapterswap.experiments.sweeps import SweepProgress, read_sweep_recipe, sweep
-
-    folder = plan.out_path
-    tell("base", 0.0)
-    base = write_smollm2(folder / "base")
-    tell("composition", 0.0)
-    swap = layer_swap(plan.experts["math"], plan.experts["french"], bottom=BOTTOM, top=TOP, base_model=str(base))
-    write_adapter(swap, folder / "math+french", overwrite=True)
-    tasks = write_task(folder / "tasks", "test", each=plan.each)
-    recipe = folder / _RECIPE
-    recipe.write_text(json.dumps(sweep_recipe(base, plan.experts, tasks), indent=2) + "\n", encoding="utf-8")
-
-    def progress(news: SweepProgress) -> None:
-        within = news.requests / news.requests_total if news.requests_total else 0.0
-        tell("test problems", (news.done + within) / max(1, news.total))
-
-    run = sweep(read_sweep_recipe(recipe), folder / "sweep", device=device, overwrite=plan.overwrite, tell=progress)
-    tell("report", 0.0)
-    report(folder / "sweep", folder / "report", overwrite=True)
-    result = read_result(run, folder / "sweep", plan.problems)
-    places = {name: str(path.absolute()) for name, path in plan.experts.items()}
-    write_json(folder / RECORD, {**result.to_json(), "experts": places})
-    return result
-
-
 def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[str, Any]:
     """The recipe of the sweep, for one pair of experts or several: names that begin with math are task experts."""
     places = {name: str(path.absolute()) for name, path in experts.items()}
@@ -295,42 +320,13 @@ def write_task(folder: Path, part: Part, *, each: int | None = None) -> Path:
     return folder
 
 
-def read_result(run: Run, folder: Path, problems: list[WordProblem]) -> FrenchResult:
+def read_result(run: Run, problems: list[WordProblem]) -> FrenchResult:
     """The answers of a finished sweep with one pair of experts."""
-    from adapterswap.experiments.sweeps import read_samples
-
     right, answers = {}, {}
     for family in METHODS:
         (cell,) = (result.cell for result in run.results if result.cell.family == family)
-        samples = sorted(read_samples(folder, cell.cell), key=lambda row: row["doc_id"])
+        samples = sorted(run.samples(cell) or (), key=lambda row: row["doc_id"])
         likeliest = [int(np.argmax([likelihood for likelihood, _ in row["output"]])) for row in samples]
         answers[family] = tuple(str(one.choices[place]) for one, place in zip(problems, likeliest, strict=True))
         right[family] = np.array([one.answer == said for one, said in zip(problems, answers[family], strict=True)])
     return FrenchResult(right, answers, tuple(problems))
-
-
-def french_tables(result: FrenchResult) -> Iterator[Table]:
-    """Some problems with their answers, and the scores with the swap's paired differences."""
-    from rich.table import Table
-
-    answers = Table(title="Some of the test problems", title_justify="left")
-    for heading in ("problem", "right", *SHOWN):
-        answers.add_column(heading, justify="left" if heading == "problem" else "right")
-    for problem, said in result.shown():
-        marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
-        answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
-    yield answers
-    templates = len({problem.template for problem in result.problems})
-    scores = Table(
-        title=f"{len(result.problems)} French word problems of {templates} templates, four choices (chance .25)",
-        title_justify="left",
-        caption=CAVEAT,
-    )
-    for heading in ("method", "right", "layer swap minus it, 95 % over templates", "description"):
-        scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
-    for method, description in METHODS.items():
-        is_swap = method == "layer swap"
-        difference, half = (0.0, 0.0) if is_swap else result.against(method)
-        paired = "" if is_swap else f"{difference:+.3f} [{difference - half:+.3f}, {difference + half:+.3f}]"
-        scores.add_row(method, f"{result.score(method):.3f}", paired, description, style="bold" if is_swap else "")
-    yield scores

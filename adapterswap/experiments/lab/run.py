@@ -15,9 +15,9 @@ from adapterswap.experiments.lab.scenes import Scene
 from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult, Sizes
 from adapterswap.experiments.lab.study import Finished, SeedReporter, Study, Summary, run_study
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import INK, looks, new_figure, save, style, tidy
+from adapterswap.kit.drawing import STYLE, looks, new_figure, save, tidy
 from adapterswap.kit.errors import visible
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _words(study: Study) -> Figure:
     labels = list(study.by_unfamiliar("base"))
     methods = ("math expert", "reset", "soup", "sum", "layer swap")
     width = 0.8 / len(methods)
-    dots: dict[str, Any] = {"s": 12, "facecolors": "white", "edgecolors": INK, "linewidths": 0.8, "zorder": 3}
+    dots: dict[str, Any] = {"s": 12, "facecolors": "white", "edgecolors": STYLE.ink, "linewidths": 0.8, "zorder": 3}
     for position, (method, look) in enumerate(zip(methods, reversed(looks(len(methods))), strict=True)):
         summaries = study.by_unfamiliar(method)
         left = [group + (position - (len(methods) - 1) / 2) * width for group in range(len(labels))]
@@ -211,6 +211,53 @@ class LabPlan:
             "methods": tuple(METHODS),
         }
 
+    def run(
+        self,
+        *,
+        jobs: int | None = None,
+        tell: SeedReporter = lambda seed, step, share: None,
+        finished: Finished[SeedResult] = lambda seed, result: None,
+    ) -> Study:
+        """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
+
+        The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the
+        same numbers, however many seeds run at once.
+
+        Args:
+            plan: see `plan_lab`.
+            jobs: seeds at once; by default as many as there are cores.
+            tell: called with a seed, its current step, and the finished share of the seed.
+            finished: called with a seed and its result, as soon as it has one.
+
+        Raises:
+            DependencyError: the `lab` extra is not installed.
+            OutputError: the folder exists or cannot be written.
+            AdapterswapError: a seed failed; see `run_study`.
+        """
+        require("lab")
+        from adapterswap.experiments.reporting import lab_source, make_report, write_files
+        from adapterswap.experiments.reporting.figures import plan_figures
+
+        with LAB.folder(self.out_path, overwrite=self.overwrite) as folder:
+            study = run_study(
+                self.scene, self.seeds, folder, rebuild_base=self.rebuild_base, sizes=self.sizes, jobs=jobs, tell=tell,
+                finished=finished,
+            )  # fmt: skip
+            content, rows = results(study), list(answers(study))
+            text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+            (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
+            (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            name = expand(self.out_path).resolve().name
+            report = make_report(lab_source(folder, json.loads(text), rows, name=name))
+            write_files(report, folder)
+            for figure in plan_figures(report)[0]:
+                if figure.kind in _PICTURES:
+                    save(figure.draw(_WIDTH), folder, _PICTURES[figure.kind], ["png"])
+            if self.scene.unfamiliar:
+                with STYLE.applied():
+                    save(_words(study), folder, "words", ["png"])
+        return study
+
 
 def plan_lab(
     scene: Scene,
@@ -226,53 +273,5 @@ def plan_lab(
     Raises:
         OutputError: `out_path` exists or cannot be written.
     """
-    check_target(out_path, kind=LAB, overwrite=overwrite)
+    LAB.check(out_path, overwrite=overwrite)
     return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
-
-
-def run_lab(
-    plan: LabPlan,
-    *,
-    jobs: int | None = None,
-    tell: SeedReporter = lambda seed, step, share: None,
-    finished: Finished[SeedResult] = lambda seed, result: None,
-) -> Study:
-    """Run a plan and write results.json, answers.jsonl, a report, pictures and the models of each seed.
-
-    The folder appears when it is complete. On the same machine and with the same versions, the same plan gives the same
-    numbers, however many seeds run at once.
-
-    Args:
-        plan: see `plan_lab`.
-        jobs: seeds at once; by default as many as there are cores.
-        tell: called with a seed, its current step, and the finished share of the seed.
-        finished: called with a seed and its result, as soon as it has one.
-
-    Raises:
-        DependencyError: the `lab` extra is not installed.
-        OutputError: the folder exists or cannot be written.
-        AdapterswapError: a seed failed; see `run_study`.
-    """
-    require("lab")
-    from adapterswap.experiments.reporting import lab_source, make_report, write_files
-    from adapterswap.experiments.reporting.figures import draw, plan_figures
-
-    with atomic_folder(plan.out_path, kind=LAB, overwrite=plan.overwrite) as folder:
-        study = run_study(
-            plan.scene, plan.seeds, folder, rebuild_base=plan.rebuild_base, sizes=plan.sizes, jobs=jobs, tell=tell,
-            finished=finished,
-        )  # fmt: skip
-        content, rows = results(study), list(answers(study))
-        text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
-        (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
-        (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        name = expand(plan.out_path).resolve().name
-        report = make_report(lab_source(folder, json.loads(text), rows, name=name))
-        write_files(report, folder)
-        for figure in plan_figures(report)[0]:
-            if figure.kind in _PICTURES:
-                save(draw(figure, _WIDTH), folder, _PICTURES[figure.kind], ["png"])
-        if plan.scene.unfamiliar:
-            with style():
-                save(_words(study), folder, "words", ["png"])
-    return study

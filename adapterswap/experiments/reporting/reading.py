@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, read_run, remarks
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, remarks
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
@@ -86,7 +86,7 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
 
 def _open_one(folder: Path) -> ReportSource:
     if exists(folder / _SWEEP_FILE):
-        run = read_run(folder)
+        run = Run.read(folder)
         if not run.results:
             raise DataError(
                 f"No cell of {folder} is finished", "Run the sweep again; it resumes where it stopped", parameter="run"

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core import BASE, flag_of
-from adapterswap.core.planning.rules import write_rule
+from adapterswap.core import BASE, Rule, flag_of
 from adapterswap.experiments.evaluation.settings import SEED
 from adapterswap.experiments.reporting.choosing import (
     Choice,
@@ -43,13 +42,10 @@ from adapterswap.experiments.reporting.relations import (
     ranking,
 )
 from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
-from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, read_samples
-from adapterswap.experiments.sweeps.grid import composition_of
-from adapterswap.experiments.sweeps.recording import REFERENCES, Preregistration, default_reference, read_frozen
-from adapterswap.experiments.sweeps.results import prompts_file, read_prompts, samples_file
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
+from adapterswap.experiments.sweeps.recording import REFERENCES, Preregistration, default_reference
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, DataError
-from adapterswap.kit.files.text import exists
 
 _NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
@@ -73,7 +69,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     if "allocation" in content or chains or {*owners.values()} - {BASE}:  # with -t and -l, names are those of folders
         rules = content.get("allocation")
         if rules is None:
-            composition, full = composition_of(cell), any("files" in experts[name] for name in expert_names)
+            composition, full = cell.parsed, any("files" in experts[name] for name in expert_names)
             assert composition is not None
             rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
             content = owners | {
@@ -83,7 +79,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
             words += ["--expert", f"{name}={_source(experts[name])}"]
         words += [word for name, parts in chains.items() for word in ("--chain", f"{name}={','.join(parts)}")]
         for rule in rules:
-            words += ["--rule", write_rule(rule)]
+            words += ["--rule", Rule.text_of(rule)]
     elif not cell.task_expert or not cell.language_expert:
         return None
     else:
@@ -207,16 +203,12 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     better = [doc for doc, difference in differences.items() if difference > 0]
     worse = [doc for doc, difference in differences.items() if difference < 0]
     chosen = [*_spaced(better), *_spaced(worse)]
-    folders = [run.folder_of(cell.cell.cell) for cell in cells]
-    files = [samples_file(folder, cell.cell) for folder, cell in zip(folders, cells, strict=True)]
     examples: list[AnswerExample] = []
-    if chosen and all(map(exists, [*files, prompts_file(folders[0], task.name)])):
+    answers = [run.samples(cell.cell) for cell in cells] if chosen else []
+    prompts = run.prompts(task.name, cells[0].cell) if chosen else None
+    if prompts is not None and None not in answers:
         try:
-            prompts = read_prompts(folders[0], task.name)
-            samples = [
-                {row["doc_id"]: row for row in read_samples(folder, cell.cell.cell) if row["task"] == task.name}
-                for folder, cell in zip(folders, cells, strict=True)
-            ]
+            samples = [{row["doc_id"]: row for row in rows or () if row["task"] == task.name} for rows in answers]
             labels = [choice.label for choice in shown]
             examples = [
                 _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
@@ -225,7 +217,7 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
             ]
         except (KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"Samples or prompts of {task.name} in {folders[0]} are damaged: {error!r}",
+                f"Samples or prompts of {task.name} in {run.folder_of(cells[0].cell.cell)} are damaged: {error!r}",
                 "Run the sweep again with `overwrite=True`",
                 parameter="run",
             ) from None
@@ -470,7 +462,7 @@ def _registered(
     if source.kind != "sweep":
         return None
     runs = source.parts or (source.run,)
-    registrations = [read_frozen(run.folder, run.described, reference, methods, units) for run in runs]
+    registrations = [Preregistration.read(run.folder, run.described, reference, methods, units) for run in runs]
     registered = [registration for registration in registrations if registration is not None]
     if len(registered) > 1:
         raise ArgumentError(

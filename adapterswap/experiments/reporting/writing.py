@@ -20,7 +20,6 @@ from adapterswap import __version__
 from adapterswap.core import error_text
 from adapterswap.experiments.reporting.figures import (
     PlannedFigure,
-    draw,
     labels_of,
     lead_indicators,
     number_text,
@@ -33,10 +32,10 @@ from adapterswap.experiments.reporting.reading import open_source
 from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make_report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import COLUMN, as_bytes, save
+from adapterswap.kit.drawing import STYLE, as_bytes, save
 from adapterswap.kit.drawing import column_width as width_in_inches
 from adapterswap.kit.errors import ArgumentError, check_type, visible
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target
+from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import dump_yaml
 
@@ -158,7 +157,7 @@ def report(
     units: Sequence[str] | None = None,
     seed: int = 0,
     figures: str | Path | None = None,
-    column_width: str | float = COLUMN,
+    column_width: str | float = STYLE.column,
     table: TableStyle | None = None,
     overwrite: bool = False,
 ) -> Report:
@@ -224,11 +223,11 @@ def check_targets(
 ) -> None:
     """Check whether both folders may be written. A dry run calls this too."""
     if out_path is not None:
-        check_target(out_path, kind=REPORT, overwrite=overwrite, inputs=runs)
+        REPORT.check(out_path, overwrite=overwrite, inputs=runs)
     if figures is None:
         return
     require("plots")
-    check_target(figures, kind=FIGURES, overwrite=overwrite, inputs=runs)
+    FIGURES.check(figures, overwrite=overwrite, inputs=runs)
     if out_path is not None:
         report_folder, figures_folder = expand(out_path).resolve(), expand(figures).resolve()
         if report_folder.is_relative_to(figures_folder) or figures_folder.is_relative_to(report_folder):
@@ -260,9 +259,9 @@ def write_report(
 
     Raises:
         ArgumentError: see `latex_table`.
-        OutputError: see `atomic_folder`.
+        OutputError: see `OutputKind.folder`.
     """
-    with atomic_folder(out_path, kind=REPORT, overwrite=overwrite, inputs=runs) as folder:
+    with REPORT.folder(out_path, overwrite=overwrite, inputs=runs) as folder:
         write_files(report, folder, table)
 
 
@@ -270,16 +269,16 @@ def write_figures(
     report: Report,
     folder: str | Path,
     *,
-    width: float = COLUMN,
+    width: float = STYLE.column,
     overwrite: bool = False,
     runs: Sequence[Path] = (),
 ) -> dict[str, str]:
     """Write every figure as PDF, SVG and PNG, and figures.json; returns kind → reason of those that are lacking."""
     require("plots")
     planned, lacking = plan_figures(report)
-    with atomic_folder(folder, kind=FIGURES, overwrite=overwrite, inputs=runs) as building:
+    with FIGURES.folder(folder, overwrite=overwrite, inputs=runs) as building:
         for figure in planned:
-            save(draw(figure, width), building, figure.name)
+            save(figure.draw(width), building, figure.name)
         content = {
             "format": FIGURES_FORMAT, "adapterswap_version": __version__, "run": report.name, "width_in": width,
             "figures": {
@@ -304,7 +303,7 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     """Write a report's files into an existing folder."""
     figures = []
     for planned in plan_figures(report)[0]:
-        figure = draw(planned, COLUMN)
+        figure = planned.draw(STYLE.column)
         figures.append((planned, {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
     contents = {
         "report.html": render_page(report, figures, table),

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from adapterswap.core import BASE, Composition, Plan, unusual
-from adapterswap.core.planning.describe import COLOURS, blend_of, draw, marks, owner_label
+from adapterswap.core import BASE, Composition, Plan
+from adapterswap.core.planning.describe import COLOURS, blend_of, draw
 from adapterswap.core.planning.slots import Slot
 from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.suggesting import Suggestion
@@ -69,7 +69,7 @@ def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Seque
         )
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
     by_hand = f", {len(painted)} cell{'s' * (len(painted) != 1)} changed by hand" if painted else ""
-    remarks = "".join(f"<li>{text(line)}</li>" for line in unusual(plan)[:_REMARKS])
+    remarks = "".join(f"<li>{text(line)}</li>" for line in plan.remarks[:_REMARKS])
     return (
         f'<div class="strip"><p class="headline">{text(title + by_hand)}</p>'
         f'<div class="body"><div class="kinds" aria-hidden="true"><span></span>{names}</div>'
@@ -86,10 +86,10 @@ def error_html(error: AdapterswapError) -> str:
 
 
 def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
-    picture = draw(marks(plan), plan.num_layers, tuple(plan.experts))
+    picture = draw(plan.marks, plan.num_layers, tuple(plan.experts))
     letters = {meaning: letter for letter, meaning in picture.legend.items()}
     found: dict[tuple[int, str], list[Slot]] = {}
-    shown = {(mark.layer, mark.kind) for mark in marks(plan)}
+    shown = {(mark.layer, mark.kind) for mark in plan.marks}
     for slot in plan:
         if slot.layer is not None and (slot.layer, slot.kind) in shown and not slot.in_full:
             found.setdefault((slot.layer, slot.kind), []).append(slot)
@@ -97,14 +97,14 @@ def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
 
 
 def _cell(slots: Sequence[Slot], letters: Mapping[str, str]) -> _Cell:
-    meanings = list(dict.fromkeys(owner_label(slot) or blend_of(slot) for slot in slots))
+    meanings = list(dict.fromkeys(slot.owner_label or blend_of(slot) for slot in slots))
     shares: dict[str, float] = {}
     for slot in slots:
         for term in slot.terms:
             shares[term.expert] = shares.get(term.expert, 0.0) + abs(term.coefficient)
     if len(meanings) > 1:
         return _Cell("*", "; ".join(meanings), shares)
-    owner = owner_label(slots[0])
+    owner = slots[0].owner_label
     letter = "·" if owner == BASE else letters.get(meanings[0], "?") if owner else "+"
     return _Cell(letter, meanings[0], {} if owner == BASE else shares)
 

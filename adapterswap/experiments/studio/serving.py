@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapterswap.core.writing.outputs import cores, torch_threads
+from adapterswap.core.writing.outputs import torch_threads
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, RunError
@@ -52,7 +52,7 @@ def serve_page(
     if port is not None and not 1 <= port <= 65535:
         raise ArgumentError(f"`port` is {port}", "Pass a number from 1 to 65535", parameter="port")
     with ExitStack() as stack:
-        stack.enter_context(torch_threads(cores() - 1))  # torch's idle threads spin, and the page would wait for a core
+        stack.enter_context(torch_threads())  # torch's idle threads spin, and the page would wait for a core
         folder = stack.enter_context(scratch_folder("studio"))
         page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser, folder))
         stack.callback(page.close, verbose=False)

@@ -24,15 +24,14 @@ from adapterswap.core import (
     choose_device,
     compose,
     known_depth,
-    load_weights,
     open_adapter,
-    open_base,
     own_name,
 )
-from adapterswap.core.companions.companions import decide_prompts
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.engines.live.inventory import layers_of_base
-from adapterswap.engines.serving.names import check_expert_name, read_manifest
+from adapterswap.engines.serving import read_manifest
+from adapterswap.engines.serving.names import check_expert_name
 from adapterswap.experiments.analysis.analyzing import Analysis, analyze
 from adapterswap.experiments.analysis.suggesting import Suggestion, suggest
 from adapterswap.experiments.lab.seed import exact_match
@@ -343,7 +342,7 @@ def open_workspace(
         )
     else:
         named = manifest.adapters
-    base = open_base(base_model)
+    base = OpenedBase.open(base_model)
     num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
     if not isinstance(num_layers, int):
         raise UnsupportedError(
@@ -361,9 +360,9 @@ def open_workspace(
     if not opened:
         raise next(iter(faults.values()))
     folders = {name: adapter.source.folder for name, adapter in opened.items()}
-    companions = decide_prompts(folders, base.source.folder)
+    companions = CompanionPlan.decide_prompts(folders, base.source.folder)
     base = base.with_companions(companions)
-    composer, not_live = _load(load_weights(base, dtype=dtype).to(target).eval(), opened)
+    composer, not_live = _load(base.load_weights(dtype=dtype).to(target).eval(), opened)
     references = {name: _short(reference) for name, reference in named.items()}
     return Workspace(
         _short(base_model), base, num_layers, references, opened, faults, not_live, composer,

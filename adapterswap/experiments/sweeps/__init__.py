@@ -1,6 +1,6 @@
 """Sweeps: evaluate many compositions over one loaded base, in a folder that can be resumed and read again.
 
-`sweep` runs a recipe, `read_run` reads its folder, and `summarize` reduces it to a row for each family. Imports neither
+`sweep` runs a recipe, `Run` reads its folder, and `summarize` reduces it to a row for each family. Imports neither
 torch nor lm-evaluation-harness until something is evaluated.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from adapterswap.experiments.sweeps.grid import Cell
 from adapterswap.experiments.sweeps.preparing import prepare
-from adapterswap.experiments.sweeps.recipe import SweepRecipe, read_sweep_recipe
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.sweeps.results import (
     CellResult,
     Run,
@@ -16,7 +16,6 @@ from adapterswap.experiments.sweeps.results import (
     TaskInfo,
     TaskValue,
     read_prompts,
-    read_run,
     read_samples,
 )
 from adapterswap.experiments.sweeps.running import SweepProgress, sweep
@@ -36,9 +35,7 @@ __all__ = [
     "combined",
     "prepare",
     "read_prompts",
-    "read_run",
     "read_samples",
-    "read_sweep_recipe",
     "remarks",
     "summarize",
     "sweep",

@@ -7,9 +7,8 @@ merged, and evaluated alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
@@ -22,10 +21,10 @@ from adapterswap.kit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from adapterswap.core import Plan
-    from adapterswap.experiments.evaluation.asking import Questions, Request, Subject
+    from adapterswap.experiments.evaluation.asking import Questions
     from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
 
-    Asked = Mapping[tuple[tuple[str, ...], Any], tuple[Questions, tuple[Request, ...]]]
+    Asked = Mapping[tuple[tuple[str, ...], Any], Questions]
 
 
 @contextmanager
@@ -40,11 +39,12 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
     _check_merged(prepared)
     settings = prepared.settings
     asked = asked_of_all(prepared)
+    held = needs(prepared, asked)
     split = isinstance(prepared.recipe.settings.engine, EngineByKind)
     local = replace(prepared, settings=replace(settings, engine="transformers", engine_args={}))
     others = LocalJudge(local, device, dtype) if split else None  # first, so that vLLM sees what memory is left
     with VLLMEngine(
-        prepared.base, needs(prepared, asked), settings.engine_args, device=device, dtype=dtype, seed=settings.seed
+        prepared.base, held, settings.engine_args, device=device, dtype=dtype, seed=settings.seed
     ) as engine:
         judge = EngineJudge(prepared, engine, asked)
         yield judge if others is None else SplitJudge(judge, others, _generating(prepared))
@@ -64,10 +64,10 @@ def _generating(prepared: PreparedSweep) -> frozenset[str]:
 
 def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
-    from adapterswap.experiments.evaluation.vllm_engine import needs_of
+    from adapterswap.experiments.evaluation.vllm_engine import Needs
 
-    requests = (request for _, of_tasks in asked.values() for request in of_tasks)
-    return needs_of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.shapes)
+    requests = (request for questions in asked.values() for request in questions.requests)
+    return Needs.of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.base)
 
 
 def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, Any]]]:
@@ -84,10 +84,8 @@ def _as_adapters(prepared: PreparedSweep) -> dict[str, tuple[Plan, Mapping[str, 
 
 def needed(prepared: PreparedSweep) -> dict[str, Any]:
     """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
-    from adapterswap.experiments.evaluation.vllm_engine import rank_of
-
     all_needs = needs(prepared, asked_of_all(prepared))
-    ranks = {name: rank_of(plan, output) for name, (plan, output) in _as_adapters(prepared).items()}
+    ranks = all_needs.ranks
     highest = max(ranks, key=lambda name: ranks[name], default=None)
     settings = {**all_needs.settings(), **prepared.settings.engine_args}
     return {**settings, "slots": all_needs.slots(), "highest_rank": highest and {highest: ranks[highest]}}
@@ -126,24 +124,15 @@ class EngineJudge:
         key = tasks, None if documents is None else tuple(tuple(documents[task]) for task in tasks)
         if key not in self._asked:
             self._asked[key] = _asked(self._prepared, tasks, documents)
-        alone = way_of(self._prepared, cell) == "merged"
-        name = f"{cell.short} ({cell.cell})"
-        return Job(name, partial(self._written, cell, alone), *self._asked[key], alone=alone)
-
-    def _written(self, cell: Cell, full: bool) -> AbstractContextManager[Subject]:
-        from adapterswap.experiments.evaluation.asking import written
-
         prepared = self._prepared
         described = prepared.described["experts"]
-        hashes = {name: described[name]["sha256"] for name in prepared.adapters}
-        return written(
-            prepared.plans[cell.cell],
-            cell.output,
-            full=full,
+        return Job.of_plan(
+            f"{cell.short} ({cell.cell})", prepared.plans[cell.cell], cell.output, self._asked[key],
+            full=way_of(prepared, cell) == "merged",
             base_model=prepared.recipe.base_model,
-            hashes=hashes,
+            hashes={name: described[name]["sha256"] for name in prepared.adapters},
             tell=lambda error: self._errors.update({cell.cell: error}),
-        )
+        )  # fmt: skip
 
 
 class SplitJudge:
@@ -191,13 +180,10 @@ def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
     return Judged(result, samples, {task: questions[task] for task in order})
 
 
-def _asked(
-    prepared: PreparedSweep, tasks: tuple[str, ...], documents: Mapping[str, Any] | None = None
-) -> tuple[Questions, tuple[Request, ...]]:
+def _asked(prepared: PreparedSweep, tasks: tuple[str, ...], documents: Mapping[str, Any] | None = None) -> Questions:
     from adapterswap.experiments.evaluation.asking import Questions
 
-    questions = Questions(prepared.base, prepared.loaded(tasks), prepared.settings, documents)
-    return questions, questions.requests()
+    return Questions(prepared.base, prepared.loaded(tasks), prepared.settings, documents)
 
 
 def _check_merged(prepared: PreparedSweep) -> None:

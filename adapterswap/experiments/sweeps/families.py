@@ -19,7 +19,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_
 from adapterswap.core import BASE, Parameter, Partition, Rule
 from adapterswap.core.planning.composition import Outside, fits_peft, fits_short_names
 from adapterswap.core.planning.models import Method, MethodFields, kind_of
-from adapterswap.core.planning.rules import mean_label
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.models import StrictModel
 from adapterswap.kit.files.yaml import FieldMistake
@@ -274,11 +273,11 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
     def renamed(name: str) -> str:
         if name in rule.averages:
             members = [expert for member in rule.averages[name] for expert in cast.experts.get(member, (member,))]
-            label = name if members == list(rule.averages[name]) else mean_label(members)
+            label = name if members == list(rule.averages[name]) else Rule.mean_label(members)
         elif name == BASE or len(members := list(cast.experts[name])) == 1:
             return name if name == BASE else cast.experts[name][0]
         else:
-            label = mean_label(members)
+            label = Rule.mean_label(members)
         averages[label] = members
         return label
 

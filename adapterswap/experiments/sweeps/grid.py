@@ -110,6 +110,11 @@ class Cell(Carrier):
         """Whether the rank is bounded, so that the evaluated adapter is an approximation."""
         return bool(self.output.keys() - {"full_rank"})
 
+    @property
+    def parsed(self) -> Composition | None:
+        """The composition, checked; None for the base."""
+        return Composition.model_validate(dict(self.composition)) if self.composition else None
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -333,11 +338,6 @@ def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tu
         yield candidate, (candidate.setting, candidate.short) in defaults
 
 
-def composition_of(cell: Cell) -> Composition | None:
-    """The composition of a cell; None for the base."""
-    return Composition.model_validate(dict(cell.composition)) if cell.composition else None
-
-
 def _families(recipe: SweepRecipe) -> list[Family]:
     named = [BASELINES[name] for name in recipe.baselines if name in BASELINES]
     return [*(Family.model_validate({"name": name, **content}) for name, content in named), *recipe.compositions]
@@ -483,7 +483,7 @@ def _owners(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> dict[str,
 
     Only compositions of full checkpoints have a config. An expert alone keeps its own.
     """
-    composition = composition_of(cell)
+    composition = cell.parsed
     names = () if composition is None else composition.expert_names
     owners = {}
     if recipe.tokenizer in (*names, BASE) and names:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from adapterswap.core import Plan
-from adapterswap.experiments.sweeps.grid import Assignment, Cell, composition_of
+from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.results import LARGEST, CellResult, Run, TaskValue
 from adapterswap.kit.errors import RunError
@@ -75,7 +75,7 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
 
     vLLM switches between adapters that are written first.
     """
-    composition = composition_of(cell)
+    composition = cell.parsed
     if composition is None:
         return "switched"
     experts = set(composition.expert_names)
@@ -149,13 +149,12 @@ class LocalJudge:
 
     def _load(self) -> None:
         """Load the base with all adapters, unless it is in memory: a merged model may have replaced it."""
-        from adapterswap.core import load_weights
         from adapterswap.engines.live import LiveComposer
 
         if self._model is not None:
             return
         gc.collect()
-        model = load_weights(self._prepared.base, dtype=self._dtype).to(self._device)
+        model = self._prepared.base.load_weights(dtype=self._dtype).to(self._device)
         if self._prepared.adapters:
             self._composer = LiveComposer.from_experts(model, self._prepared.adapters)
             model = self._composer.model
@@ -164,7 +163,7 @@ class LocalJudge:
     @contextmanager
     def _composed(self, cell: Cell) -> Iterator[float | None]:
         """Put a cell's composition into the model; yields its relative error, see `CellResult`."""
-        from adapterswap.core import Form, prepare, write_prepared
+        from adapterswap.core import Form, prepare
 
         plan, way = self._prepared.plans[cell.cell], way_of(self._prepared, cell)
         if plan is not None and way == "merged":
@@ -185,7 +184,7 @@ class LocalJudge:
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = stack.enter_context(scratch_folder("sweep"))
-            self._composer.load_expert(write_prepared(adapter, place / "composed", companions=False), name)
+            self._composer.load_expert(adapter.write(place / "composed", companions=False), name)
             try:
                 with self._composer.use(name):
                     yield relative_error
@@ -195,18 +194,14 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
-        from adapterswap.core import load_weights
-        from adapterswap.experiments.evaluation.asking import FullWeights, written
+        from adapterswap.experiments.evaluation.asking import merged_folder
 
         self._model = self._composer = None
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model
-        with written(plan, {}, full=True, base_model=self._prepared.recipe.base_model) as subject:
-            assert isinstance(subject, FullWeights)
+        with merged_folder(plan, self._prepared.recipe.base_model) as folder:
             base = self._prepared.base
-            merged = replace(
-                base, reference=str(subject.folder), source=replace(base.source, folder=subject.folder, revision=None)
-            )
-            self._model = load_weights(merged, dtype=self._dtype).to(self._device).eval()
+            merged = replace(base, reference=str(folder), source=replace(base.source, folder=folder, revision=None))
+            self._model = merged.load_weights(dtype=self._dtype).to(self._device).eval()
             try:
                 yield
             finally:

@@ -18,30 +18,27 @@ from adapterswap.core import (
     Adapter,
     Checkpoint,
     Form,
+    ModelConfig,
     OpenedBase,
     Place,
+    Places,
     Plan,
     Target,
-    chains_of,
-    check_expert,
     known_depth,
     make_plan,
     merge_plan,
-    num_layers_in_config,
-    open_base,
     open_checkpoint,
     open_expert,
 )
-from adapterswap.core.companions.companions import CompanionPlan, decide_prompts
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.checkpoints import model_fingerprints
 from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
-from adapterswap.core.planning.places import adapters_of
 from adapterswap.core.planning.targets import clash
+from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.languages import check_languages, language_of
-from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.tasks import (
     LoadedTasks,
     check_task_names,
@@ -50,15 +47,8 @@ from adapterswap.experiments.evaluation.tasks import (
     task_files,
     task_fingerprint,
 )
-from adapterswap.experiments.sweeps.grid import Cell, Grid, composition_of, make_cells
-from adapterswap.experiments.sweeps.recipe import (
-    DocumentSplit,
-    EngineByKind,
-    SweepRecipe,
-    SweepTasks,
-    extra_experts,
-    target_groups,
-)
+from adapterswap.experiments.sweeps.grid import Cell, Grid, make_cells
+from adapterswap.experiments.sweeps.recipe import DocumentSplit, EngineByKind, SweepRecipe, SweepTasks, extra_experts
 from adapterswap.experiments.sweeps.results import FORMAT, TaskInfo
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -79,7 +69,7 @@ def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
 
 def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], dict[str, Any]]:
     """The tasks of each language expert's pairs; all tasks that a recipe names; and the harness's own."""
-    groups = target_groups(recipe)
+    groups = recipe.target_groups()
     problems = Problems(FieldError)
     loaded: dict[str, dict[str, Any]] = {}  # the recipe's names, joined → tasks
 
@@ -258,19 +248,11 @@ class PreparedSweep:
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
 
     @cached_property
-    def shapes(self) -> Mapping[str, str]:
-        """Each module of the base that LoRA can adapt, with its shape."""
-        from adapterswap.experiments.evaluation.vllm_engine import shapes_of
-
-        return shapes_of(self.base)
-
-    @cached_property
     def beyond_vllm(self) -> frozenset[str]:
         """The experts whose changes vLLM cannot hold as LoRA."""
-        from adapterswap.experiments.evaluation.vllm_engine import fits_vllm
+        from adapterswap.experiments.evaluation.vllm_engine import beyond_vllm
 
-        unfit = {name for name, adapter in self.adapters.items() if not fits_vllm(adapter, name, self.shapes)}
-        return frozenset(unfit | (self.experts.keys() - self.adapters.keys()))
+        return frozenset(beyond_vllm(self.adapters, self.base) | (self.experts.keys() - self.adapters.keys()))
 
     @property
     def inputs(self) -> list[str | Path | None]:
@@ -304,7 +286,7 @@ def prepare(
     problems = Problems(FieldError)
     places: dict[str, tuple[str, str]] = {}
     for role, members in recipe.by_role.items():
-        places |= {name: (place, role) for name, place in adapters_of(members).items()}
+        places |= {name: (place, role) for name, place in Places(members).adapters.items()}
     for row, adapters in extra_experts(recipe).items():
         places |= {name: (place, row) for name, place in adapters.items()}
     experts: dict[str, Expert] = {}
@@ -313,12 +295,12 @@ def prepare(
             experts[name] = _open(place, _field(name, recipe))
     _check_together(experts, problems)
     with problems.collect():
-        base = open_base(recipe.base_model)
+        base = OpenedBase.open(recipe.base_model)
     problems.raise_if_any()
     settings = recipe.settings.as_settings(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
-    companions = decide_prompts(
+    companions = CompanionPlan.decide_prompts(
         {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
         rows=getattr(base.config.get_text_config(), "vocab_size", None), tokenizer=recipe.tokenizer,
         template=recipe.settings.chat_template_from,
@@ -361,7 +343,7 @@ def _check_config_owner(recipe: SweepRecipe, grid: Grid) -> None:
 def _field(name: str, recipe: SweepRecipe) -> str:
     """The field of the recipe that names an expert."""
     fields = {"task": "task_experts", "language": "language_experts", **dict.fromkeys(recipe.roles, "roles")}
-    roles = (role for role, experts in recipe.by_role.items() if name in adapters_of(experts))
+    roles = (role for role, experts in recipe.by_role.items() if name in Places(experts).adapters)
     return next((fields[role] for role in roles), "extra")
 
 
@@ -370,7 +352,7 @@ def _open(place: str, field: str) -> Expert:
     if isinstance(expert, Checkpoint):
         return expert
     try:
-        check_expert(expert, place, Target.LIVE)
+        Target.LIVE.check_expert(expert, place)
     except UnsupportedError as error:
         raise error.recast(parameter=field) from None
     return expert
@@ -462,7 +444,7 @@ class Plans(Mapping[str, "Plan | None"]):
 
     def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
         """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
-        composition = composition_of(cell)
+        composition = cell.parsed
         if (
             composition is None
             or composition.method != "layer_swap"
@@ -487,7 +469,7 @@ class Plans(Mapping[str, "Plan | None"]):
         """The plan of a cell, checked."""
         from adapterswap.core.writing.loadable import check_form
 
-        composition, stored = composition_of(cell), self._stored
+        composition, stored = cell.parsed, self._stored
         if composition is None:
             return None
         uses_checkpoint = stored is not None and any(
@@ -542,7 +524,7 @@ def _check_vocabulary(plan: Plan) -> None:
 
 
 def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
-    from_config = num_layers_in_config(base.config.to_dict())
+    from_config = ModelConfig(base.config.to_dict()).num_layers
     check_depth_of(base.reference, from_config, from_recipe, "Leave num_layers out, or correct it")
     remedy = "Add `num_layers:` to the recipe"
     return known_depth(from_recipe or from_config, base.reference, remedy, parameter="num_layers")
@@ -599,7 +581,9 @@ def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     content["base_model"] = str(prepared.base.source)
 
     def named(members: Mapping[str, Place]) -> dict[str, Any]:
-        chains = {name: {"chain": [experts[part].name for part in parts]} for name, parts in chains_of(members).items()}
+        chains = {
+            name: {"chain": [experts[part].name for part in parts]} for name, parts in Places(members).chains.items()
+        }
         return {name: chains.get(name) or experts[name].name for name in members}
 
     content |= {"task_experts": named(recipe.task_experts), "language_experts": named(recipe.language_experts)}

@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from adapterswap.core import BASE, Place, Rule, chains_of, check_names
+from adapterswap.core import BASE, Place, Places, Rule, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
-from adapterswap.core.planning.places import adapters_of, placed, shared_name
-from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions, Settings
+from adapterswap.experiments.evaluation import Settings
+from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions
 from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (
     EXTRA,
@@ -206,7 +206,7 @@ class SweepRecipe(StrictModel):
     @property
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Each chain among the experts → the names of its adapters."""
-        return {name: parts for experts in self.by_role.values() for name, parts in chains_of(experts).items()}
+        return {name: parts for experts in self.by_role.values() for name, parts in Places(experts).chains.items()}
 
     @field_validator("task_experts", "language_experts", mode="before")
     @classmethod
@@ -267,7 +267,7 @@ class SweepRecipe(StrictModel):
 
     def _check_owners(self) -> None:
         """Check the names in `tokenizer` and `config_from`."""
-        experts = [BASE, *(name for members in self.by_role.values() for name in adapters_of(members))]
+        experts = [BASE, *(name for members in self.by_role.values() for name in Places(members).adapters)]
         for field, owner, known in (
             ("tokenizer", self.tokenizer, experts),
             ("config_from", self.config_from, [*experts, *self.by_role]),
@@ -283,7 +283,9 @@ class SweepRecipe(StrictModel):
                 if name in homes:
                     raise FieldMistake(f"{name!r} is an expert of two roles: {homes[name]} and {role}", "roles")
                 homes[name] = role
-        if shared := shared_name({name: place for experts in self.by_role.values() for name, place in experts.items()}):
+        if shared := Places(
+            {name: place for experts in self.by_role.values() for name, place in experts.items()}
+        ).shared_name:
             raise ValueError(f"{shared!r} is an expert and an adapter of a chain: rename the expert")
         for family in self.compositions:
             rules = family.rules or ()
@@ -297,6 +299,58 @@ class SweepRecipe(StrictModel):
             if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
                 raise FieldMistake(prefix + message, "compositions")
 
+    def target_groups(self) -> dict[str, list[str]]:
+        """Language expert → the names of its target tasks, as in the recipe."""
+        if isinstance(self.tasks, list):
+            return dict.fromkeys(self.language_experts, self.tasks)
+        problems = Problems(FieldError)
+        groups: dict[str, list[str]] = {}
+        for pattern, tasks in self.tasks.items():
+            matched = fnmatch.filter(self.language_experts, pattern)
+            if not matched:
+                problems.add(
+                    f"tasks: {pattern!r} does not match any language expert",
+                    f"Use their names ({', '.join(self.language_experts)}), or patterns that match them",
+                    parameter="tasks",
+                )
+            for name in matched:
+                groups.setdefault(name, []).extend(tasks)
+        for name in self.language_experts:
+            if name not in groups:
+                problems.add(
+                    f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`", parameter="tasks"
+                )
+        problems.raise_if_any()
+        return groups
+
+    def with_rules(self, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
+        """The recipe with more experts, of the role `other`, and one more composition, `rules`."""
+        content = self.model_dump(exclude_defaults=True, by_alias=True)
+        if experts:
+            content["roles"] = {**self.roles, OTHER: {**self.roles.get(OTHER, {}), **experts}}
+        if rules:
+            content["compositions"] = [*content.get("compositions", []), {"rules": [rule.as_data() for rule in rules]}]
+        changed = validate(content, SweepRecipe, where="the recipe with the options")
+        changed._files = self.recipe_files
+        return changed
+
+    @staticmethod
+    def read(path: str | Path, overrides: Iterable[str] = ()) -> SweepRecipe:
+        """Read a recipe (YAML) and apply `key=value` overrides. Relative paths are first looked up in its folder.
+
+        Raises:
+            FieldError: the recipe is invalid; lists every mistake.
+            AdapterswapError: the recipe cannot be read; see `read_recipe`.
+        """
+        recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS, kind="sweep")
+        beside = Path(path).parent
+
+        def resolve(reference: str) -> str:
+            place = beside / expand(reference)
+            return str(place) if exists(place) else reference
+
+        return with_places(recipe, resolve)
+
 
 _PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
 SWEEP_PATHS = (
@@ -306,37 +360,8 @@ SWEEP_PATHS = (
 """Keys that may be local paths."""
 
 
-def read_sweep_recipe(path: str | Path, overrides: Iterable[str] = ()) -> SweepRecipe:
-    """Read a recipe (YAML) and apply `key=value` overrides. Relative paths are first looked up in the recipe's folder.
-
-    Raises:
-        FieldError: the recipe is invalid; lists every mistake.
-        AdapterswapError: the recipe cannot be read; see `read_recipe`.
-    """
-    recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS, kind="sweep")
-    beside = Path(path).parent
-
-    def resolve(reference: str) -> str:
-        place = beside / expand(reference)
-        return str(place) if exists(place) else reference
-
-    return with_places(recipe, resolve)
-
-
 OTHER = "other"
 """The role of experts that are added to a recipe."""
-
-
-def with_rules(recipe: SweepRecipe, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
-    """The recipe with more experts, of the role `other`, and one more composition, `rules`."""
-    content = recipe.model_dump(exclude_defaults=True, by_alias=True)
-    if experts:
-        content["roles"] = {**recipe.roles, OTHER: {**recipe.roles.get(OTHER, {}), **experts}}
-    if rules:
-        content["compositions"] = [*content.get("compositions", []), {"rules": [rule.as_data() for rule in rules]}]
-    changed = validate(content, SweepRecipe, where="the recipe with the options")
-    changed._files = recipe.recipe_files
-    return changed
 
 
 def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepRecipe:
@@ -347,9 +372,9 @@ def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepReci
     return recipe.model_copy(
         update={
             "base_model": resolve(recipe.base_model),
-            "task_experts": placed(recipe.task_experts, resolve),
-            "language_experts": placed(recipe.language_experts, resolve),
-            "roles": {role: placed(experts, resolve) for role, experts in recipe.roles.items()},
+            "task_experts": Places(recipe.task_experts).placed(resolve),
+            "language_experts": Places(recipe.language_experts).placed(resolve),
+            "roles": {role: Places(experts).placed(resolve) for role, experts in recipe.roles.items()},
             "extra": {row: [resolve(place) for place in as_list(places)] for row, places in recipe.extra.items()},
             "settings": settings,
         }
@@ -377,31 +402,6 @@ class SweepTasks:
         return tuple(dict.fromkeys((*target, *self.retention)))
 
 
-def target_groups(recipe: SweepRecipe) -> dict[str, list[str]]:
-    """Language expert → the names of its target tasks, as in the recipe."""
-    if isinstance(recipe.tasks, list):
-        return dict.fromkeys(recipe.language_experts, recipe.tasks)
-    problems = Problems(FieldError)
-    groups: dict[str, list[str]] = {}
-    for pattern, tasks in recipe.tasks.items():
-        matched = fnmatch.filter(recipe.language_experts, pattern)
-        if not matched:
-            problems.add(
-                f"tasks: {pattern!r} does not match any language expert",
-                f"Use their names ({', '.join(recipe.language_experts)}), or patterns that match them",
-                parameter="tasks",
-            )
-        for name in matched:
-            groups.setdefault(name, []).extend(tasks)
-    for name in recipe.language_experts:
-        if name not in groups:
-            problems.add(
-                f"tasks: the language expert {name!r} has no task", f"Add `{name}: [TASK, …]`", parameter="tasks"
-            )
-    problems.raise_if_any()
-    return groups
-
-
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
     """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
     number = count(1)
@@ -417,7 +417,7 @@ def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...],
         pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
     if recipe.soup_sides:
         by_tasks: dict[tuple[str, ...], list[str]] = {}
-        for name, tasks in target_groups(recipe).items():
+        for name, tasks in recipe.target_groups().items():
             by_tasks.setdefault(tuple(tasks), []).append(name)
         pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
     if family.language == BASE:

@@ -6,8 +6,8 @@ also holds after a power loss. A lock keeps a second sweep out of the folder.
 
 `freeze` writes preregistration.json into the folder that the sweep will fill: everything that `prepare` knows (experts
 with hashes, tasks, cells, documents to choose on), and the methods that a report will compare. Its hash can be
-published before the run. `read_frozen` compares the file with the run. It protects against forgetting and drift. Only a
-published hash proves that the file was not written afterwards.
+published before the run. `Preregistration.read` compares the file with the run. It protects against forgetting and
+drift. Only a published hash proves that the file was not written afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.experiments.evaluation.settings import Settings
+from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.results import (
     CELLS,
@@ -35,10 +35,10 @@ from adapterswap.experiments.sweeps.results import (
     SWEEP,
     CellResult,
     Findings,
+    Run,
     RungResult,
     prompts_file,
     read_questions,
-    read_run,
     samples_file,
 )
 from adapterswap.kit.errors import (
@@ -87,7 +87,7 @@ def check_out_path(
         refuse_strangers(folder, _strangers(folder))
         files_inside(folder, [_LOCK], kind=DataError)  # links of other names are removed
         return Findings()
-    run = read_run(folder)
+    run = Run.read(folder)
     if run.results and not exists(folder / SAMPLES):
         raise RunError(
             f"{folder} has results but no {SAMPLES}/ beside them, so the sweep cannot be resumed",
@@ -322,6 +322,45 @@ class Preregistration:
     methods: tuple[str, ...] | None
     differences: tuple[str, ...]
 
+    @staticmethod
+    def read(
+        folder: Path,
+        described: Mapping[str, Any],
+        reference: str,
+        methods: Sequence[str],
+        units: Sequence[str] | None = None,
+    ) -> Preregistration | None:  # fmt: skip
+        """The pre-registration of a run, compared with the run; None if there is none.
+
+        Args:
+            folder: the run's folder.
+            described: the content of its sweep.json.
+            reference, methods: the methods that a report compares.
+            units: the units that the report is restricted to; None for all.
+        """
+        path = folder / PREREGISTRATION
+        if not exists(path):
+            return None
+        content = _read(path)
+        registered, comparison = content["sweep"], content["comparison"]
+        differences = [name for key in _COMPARED for name in _differing(key, registered.get(key), described.get(key))]
+        if comparison["reference"] != reference:
+            differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
+        registered_methods = comparison["methods"]
+        expected_methods = registered_methods or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
+        if set(expected_methods) != set(methods):
+            differences.append(
+                f"the methods that are tested are {', '.join(methods)}, not {', '.join(expected_methods)}"
+            )
+        if units is not None:
+            differences.append(f"everything is computed over {', '.join(units)} only")
+        return Preregistration(
+            sha256_of(path),
+            comparison["reference"],
+            None if registered_methods is None else tuple(registered_methods),
+            tuple(differences),
+        )
+
 
 def default_reference(families: Sequence[str]) -> str:
     """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
@@ -401,43 +440,6 @@ def freeze(
                 f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
             ) from None
     return registered
-
-
-def read_frozen(
-    folder: Path,
-    described: Mapping[str, Any],
-    reference: str,
-    methods: Sequence[str],
-    units: Sequence[str] | None = None,
-) -> Preregistration | None:  # fmt: skip
-    """The pre-registration of a run, compared with the run; None if there is none.
-
-    Args:
-        folder: the run's folder.
-        described: the content of its sweep.json.
-        reference, methods: the methods that a report compares.
-        units: the units that the report is restricted to; None for all.
-    """
-    path = folder / PREREGISTRATION
-    if not exists(path):
-        return None
-    content = _read(path)
-    registered, comparison = content["sweep"], content["comparison"]
-    differences = [name for key in _COMPARED for name in _differing(key, registered.get(key), described.get(key))]
-    if comparison["reference"] != reference:
-        differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
-    registered_methods = comparison["methods"]
-    expected_methods = registered_methods or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
-    if set(expected_methods) != set(methods):
-        differences.append(f"the methods that are tested are {', '.join(methods)}, not {', '.join(expected_methods)}")
-    if units is not None:
-        differences.append(f"everything is computed over {', '.join(units)} only")
-    return Preregistration(
-        sha256_of(path),
-        comparison["reference"],
-        None if registered_methods is None else tuple(registered_methods),
-        tuple(differences),
-    )
 
 
 def _differing(key: str, before: Any, after: Any) -> list[str]:

@@ -268,6 +268,16 @@ class Run:
         """The folder that holds a cell's samples."""
         return self.elsewhere.get(cell, self.folder)
 
+    def samples(self, cell: Cell) -> list[dict[str, Any]] | None:
+        """What `read_samples` returns for a cell; None if the folder has no samples of it."""
+        folder = self.folder_of(cell.cell)
+        return read_samples(folder, cell.cell) if exists(samples_file(folder, cell)) else None
+
+    def prompts(self, task: str, cell: Cell) -> dict[int, str] | None:
+        """The prompts of a task by document, from the folder that holds a cell; None if it has none."""
+        folder = self.folder_of(cell.cell)
+        return read_prompts(folder, task) if exists(prompts_file(folder, task)) else None
+
     @property
     def given_up(self) -> tuple[Cell, ...]:
         """Cells that were evaluated on some documents but not on all."""
@@ -282,41 +292,42 @@ class Run:
         finished = {result.cell.cell for result in self.results}
         return tuple(cell for cell in self.cells if cell.cell not in finished)
 
+    @staticmethod
+    def read(folder: str | Path) -> Run:
+        """Read the folder of a sweep, finished or not.
 
-def read_run(folder: str | Path) -> Run:
-    """Read the folder of a sweep, finished or not.
-
-    Raises:
-        NotFoundError: it is not the folder of a sweep.
-        DataError: its format is unknown, or a file or line in it is damaged: a field is missing or has another type, a
-            score is not a finite number, or a line is of another sweep; or it links to files outside of it.
-    """
-    folder = expand(folder)
-    if not exists(folder / SWEEP):
-        raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
-    files_inside(folder, ["**/*"], kind=DataError)
-    described = read_json(folder / SWEEP, _REMEDY)
-    if described.get("format") != FORMAT:
-        raise DataError(
-            f"{folder / SWEEP} has the format {described.get('format')!r}, and this version reads {FORMAT}",
-            "Read it with the version of adapterswap that wrote it",
-        )
-    try:
-        tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
-        cells = tuple(Cell.from_json(content) for content in described["cells"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(
-            f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
-        ) from None
-    results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
-    by_id = {cell.cell: cell for cell in cells}
-    for number, result in enumerate(results, 1):
-        if by_id.pop(result.cell.cell, None) != result.cell or set(result.results) != set(result.cell.tasks):
+        Raises:
+            NotFoundError: it is not the folder of a sweep.
+            DataError: its format is unknown, or a file or line in it is damaged: a field is missing or has another
+                type, a score is not a finite number, or a line is of another sweep; or it links to files outside of it.
+        """
+        folder = expand(folder)
+        if not exists(folder / SWEEP):
+            raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
+        files_inside(folder, ["**/*"], kind=DataError)
+        described = read_json(folder / SWEEP, _REMEDY)
+        if described.get("format") != FORMAT:
             raise DataError(
-                f"{folder / CELLS}: line {number} repeats a cell, or has another cell or other tasks than this sweep",
-                "Delete that line, and run the same sweep again",
+                f"{folder / SWEEP} has the format {described.get('format')!r}, and this version reads {FORMAT}",
+                "Read it with the version of adapterswap that wrote it",
             )
-    return Run(folder, described, tasks, cells, results, rungs)
+        try:
+            tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
+            cells = tuple(Cell.from_json(content) for content in described["cells"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
+            ) from None
+        results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
+        by_id = {cell.cell: cell for cell in cells}
+        for number, result in enumerate(results, 1):
+            if by_id.pop(result.cell.cell, None) != result.cell or set(result.results) != set(result.cell.tasks):
+                raise DataError(
+                    f"{folder / CELLS}: line {number} repeats a cell, or has another cell or other tasks "
+                    "than this sweep",
+                    "Delete that line, and run the same sweep again",
+                )
+        return Run(folder, described, tasks, cells, results, rungs)
 
 
 def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_Line, ...]:

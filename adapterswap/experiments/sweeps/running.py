@@ -18,9 +18,9 @@ from adapterswap.experiments.sweeps.engines import needed, opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.judging import Judge, follow, lead, way_of
 from adapterswap.experiments.sweeps.preparing import PreparedSweep, prepare
-from adapterswap.experiments.sweeps.recipe import SweepRecipe, read_sweep_recipe
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.sweeps.recording import Recording, check_out_path, recording
-from adapterswap.experiments.sweeps.results import CellResult, Findings, Run, RungResult, read_run
+from adapterswap.experiments.sweeps.results import CellResult, Findings, Run, RungResult
 from adapterswap.experiments.sweeps.search import batches, expected
 from adapterswap.experiments.sweeps.summary import better, cell_value
 from adapterswap.kit.errors import ArgumentError, check_type
@@ -185,7 +185,7 @@ def sweep(
         overwrite: replace a sweep that is in the folder.
         ray: evaluate in worker processes over Ray. The address of a cluster, or `local` to start one on this machine.
         workers: the number of workers; None for one on each GPU.
-        processes: the processes that evaluate every cell together, from `adapterswap.kit.processes.joined`; None for
+        processes: the processes that evaluate every cell together, from `Processes.joined`; None for
             only this one. All call this with the same arguments; the main process writes the folder, and all return the
             result.
         tell: called with the progress, in the main process.
@@ -218,7 +218,7 @@ def sweep(
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     overrides = tuple(overrides)
     if isinstance(recipe, str | Path):
-        recipe = read_sweep_recipe(find_recipe(recipe, "sweep"), overrides)
+        recipe = SweepRecipe.read(find_recipe(recipe, "sweep"), overrides)
     elif overrides:
         raise ArgumentError(
             "`overrides` apply only to a recipe that is read from a file",
@@ -247,7 +247,7 @@ def sweep(
 
     with recording(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs) as record:
         _Completion(prepared, record, tell).run(open_judge)
-    return processes.from_main(read_run(out_path))
+    return processes.from_main(Run.read(out_path))
 
 
 class _Completion:

@@ -7,8 +7,8 @@ is imported only when you call a function.
 
 from __future__ import annotations
 
-from adapterswap.experiments.training.recipe import TrainRecipe, read_train_recipe
+from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
 from adapterswap.experiments.training.run import estimate, train
 
-__all__ = ["TrainEstimate", "TrainRecipe", "TrainReport", "estimate", "read_train_recipe", "train"]
+__all__ = ["TrainEstimate", "TrainRecipe", "TrainReport", "estimate", "train"]

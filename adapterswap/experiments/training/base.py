@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core import OpenedBase, load_weights
+from adapterswap.core import OpenedBase
 from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
 from adapterswap.kit.files.text import read_json
-from adapterswap.kit.processes import count_processes
+from adapterswap.kit.processes import Processes
 
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
@@ -125,16 +125,14 @@ def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype:
     if options.kernels:
         choices["use_kernels"] = True
     if recipe.adapter.method == "none":
-        return load_weights(base, dtype=options.weight_dtype, **choices)
+        return base.load_weights(dtype=options.weight_dtype, **choices)
     if recipe.quantization is None:
-        return load_weights(base, dtype=dtype, **choices)
+        return base.load_weights(dtype=dtype, **choices)
     from accelerate import PartialState
     from peft import prepare_model_for_kbit_training
 
-    model = load_weights(
-        base, dtype=dtype, quantization_config=_bits(recipe.quantization, dtype),
-        device_map={"": PartialState().device}, **choices,
-    )  # fmt: skip
+    choices |= {"quantization_config": _bits(recipe.quantization, dtype), "device_map": {"": PartialState().device}}
+    model = base.load_weights(dtype=dtype, **choices)
     return prepare_model_for_kbit_training(model, use_gradient_checkpointing=options.gradient_checkpointing)
 
 
@@ -194,7 +192,7 @@ def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
                 "Use device: auto or device: cpu",
                 parameter="training.device",
             )
-        if torch.cuda.device_count() > 1 and count_processes() == 1:
+        if torch.cuda.device_count() > 1 and Processes.started() == 1:
             raise RunError(
                 f"PyTorch finds {torch.cuda.device_count()} CUDA devices, but one process trains on one device only",
                 "Start one process per device with accelerate launch -m adapterswap train …, or set "

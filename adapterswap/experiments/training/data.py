@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.core import SIDES, OpenedBase, generation_config
+from adapterswap.core import SIDES, OpenedBase
 from adapterswap.core.model.sources import hub_reason, hub_remedy
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.permitted import uncounted
@@ -607,7 +607,7 @@ def _tokens(
 
 def end_tokens(base: OpenedBase) -> frozenset[int]:
     """The tokens at which the model stops: the tokenizer's, and those of its generation settings."""
-    chosen = generation_config(base).eos_token_id
+    chosen = base.generation_config().eos_token_id
     return frozenset([base.tokenizer.eos_token_id, *([chosen] if isinstance(chosen, int) else chosen or ())])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core import OpenedBase, identity_of, open_base
+from adapterswap.core import OpenedBase
 from adapterswap.core.model.sources import TRAINING_RECORD
 from adapterswap.core.writing.adapter import ADAPTER_FILES
 from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
@@ -90,7 +90,7 @@ def _save_model(folder: Path, model: Any, base: OpenedBase, weights: dict[str, A
     """Save the model's weights, with the base's own config and tokenizer, because trainers change them."""
     from transformers import GenerationConfig
 
-    untouched = open_base(base.reference)
+    untouched = OpenedBase.open(base.reference)
     model.config = untouched.config
     if (base.source.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(base.source.folder)
@@ -140,7 +140,7 @@ def describe(
             "name": base.source.name,
             "revision": base.source.revision,
             # Composing compares them: other bases may have this name, and one with the start in it is another base.
-            "fingerprints": identity_of(base.source) | (start.record.sha256 if start and start.on_top else {}),
+            "fingerprints": base.source.identity | (start.record.sha256 if start and start.on_top else {}),
         },
         **({"start": start.record.content(), "companions": start.companions.prompt_record} if start else {}),
         "target_modules": targets.ends,

@@ -524,14 +524,14 @@ class TrainRecipe(StrictModel):
             del content["training"]["weight_dtype"]
         return content
 
+    @staticmethod
+    def read(path: str | Path, overrides: Iterable[str] = ()) -> TrainRecipe:
+        """Read a recipe (YAML) and apply `key=value` overrides.
 
-def read_train_recipe(path: str | Path, overrides: Iterable[str] = ()) -> TrainRecipe:
-    """Read a recipe (YAML) and apply `key=value` overrides.
-
-    Raises:
-        NotFoundError: the file does not exist.
-        FieldError: lists every mistake in the recipe.
-    """
-    recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS, kind="train")
-    recipe._folder = Path(path).parent
-    return recipe
+        Raises:
+            NotFoundError: the file does not exist.
+            FieldError: lists every mistake in the recipe.
+        """
+        recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS, kind="train")
+        recipe._folder = Path(path).parent
+        return recipe

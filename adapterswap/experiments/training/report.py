@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from adapterswap.experiments.training.recipe import TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.selection import CheckpointSelection
 from adapterswap.kit.errors import FieldError
-from adapterswap.kit.files.tensorfile import DTYPE_BYTES, FLOAT_NAMES
+from adapterswap.kit.files.numbers import Dtype
 
 Schedule = tuple[str, int, dict[str, Any]]
 
@@ -142,7 +142,7 @@ def memory(
         labelled: the share of the tokens that the loss is computed on.
     """
     options = recipe.training
-    size = DTYPE_BYTES[FLOAT_NAMES[dtype]]
+    size = Dtype.BYTES[Dtype.NAMES[dtype]]
     hidden = int(config.hidden_size)
     intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
     tokens = options.batch_size // parts * (options.max_length if options.packing else longest)
@@ -164,7 +164,7 @@ def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: in
     """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
     moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
     if recipe.adapter.method == "none":
-        bytes_per_weight = DTYPE_BYTES[FLOAT_NAMES[recipe.training.weight_dtype]]
+        bytes_per_weight = Dtype.BYTES[Dtype.NAMES[recipe.training.weight_dtype]]
         return {
             "base": base_parameters * bytes_per_weight,
             "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),

@@ -24,11 +24,11 @@ from adapterswap.experiments.training.base import (
     load_trainable,
     with_padding,
 )
-from adapterswap.experiments.training.recipe import TrainRecipe, read_train_recipe
+from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
 from adapterswap.experiments.training.selection import Enough
 from adapterswap.kit.errors import ArgumentError, RunError, check_type
-from adapterswap.kit.files.folders import atomic_folder, check_target, scratch_folder
+from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import find_recipe
 from adapterswap.kit.progress import Progress
@@ -103,7 +103,7 @@ def train(
     same bytes, even if the run was interrupted and resumed.
 
     Args:
-        recipe: a YAML file, the name of a shipped recipe, or a `TrainRecipe` (see `read_train_recipe`).
+        recipe: a YAML file, the name of a shipped recipe, or a `TrainRecipe` (see `TrainRecipe`).
         overrides: values to set in a recipe's file, such as `training.seed=1`.
         out_path: the folder to write; by default the recipe's `out_path`.
         overwrite: replace the folder if `train` wrote it, and discard the checkpoints of an unfinished run.
@@ -138,13 +138,13 @@ def train(
         check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
     from adapterswap.experiments.training.checkpoints import Checkpoints, explained
     from adapterswap.experiments.training.output import EXPERT, write_expert, write_weights
-    from adapterswap.kit.processes import joined
+    from adapterswap.kit.processes import Processes
 
     checkpoints = Checkpoints(target)
     device, dtype = device_and_dtype(recipe.training)
     with (
         isolated(),
-        joined(device) as processes,
+        Processes.joined(device) as processes,
         Progress(shown=progress is True and processes.main, tell=progress if callable(progress) else None) as bars,
         scratch_folder("training") as scratch,
         checkpoints.tidied(keep=not processes.main),
@@ -162,7 +162,7 @@ def train(
         if processes.main:
             inputs = [*recipe.inputs, prepared.base.source.folder]
             with (
-                atomic_folder(target, kind=EXPERT, overwrite=overwrite, inputs=inputs) as folder,
+                EXPERT.folder(target, overwrite=overwrite, inputs=inputs) as folder,
                 explained("the expert", target),
             ):
                 what = trainer.model, recipe, prepared.base, prepared.targets
@@ -194,15 +194,14 @@ class _Prepared:
 def _prepare(
     recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
 ) -> _Prepared:
-    from adapterswap.core import open_base
-    from adapterswap.core.model.loading import empty_model
+    from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
 
-    base = open_base(recipe.base_model)
+    base = OpenedBase.open(recipe.base_model)
     # A model without weights is enough to report a wrong name before rows and weights are read.
-    model = empty_model(base)
+    model = base.empty_model()
     start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
     base = with_padding(base.with_companions(start.companions) if start else base)
     targets = find_targets(model, recipe, base.config, start)
@@ -328,7 +327,7 @@ def check_output(
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.output import EXPERT
 
-    check_target(target, kind=EXPERT, overwrite=overwrite, inputs=inputs)
+    EXPERT.check(target, overwrite=overwrite, inputs=inputs)
     Checkpoints(target).check(resume=resume, overwrite=overwrite, inputs=inputs)
 
 
@@ -336,7 +335,7 @@ def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> Train
     check_type(recipe, (TrainRecipe, str, Path), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe")
     overrides = tuple(overrides)
     if not isinstance(recipe, TrainRecipe):
-        return read_train_recipe(find_recipe(recipe, "train"), overrides)
+        return TrainRecipe.read(find_recipe(recipe, "train"), overrides)
     if overrides:
         raise ArgumentError(
             "`overrides` apply to a recipe's file, but `recipe` is not a file",
@@ -374,10 +373,10 @@ def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEsti
         rows_a_step,
         steps_between,
     )
-    from adapterswap.kit.processes import count_processes
+    from adapterswap.kit.processes import Processes
 
     with isolated(), scratch_folder("training") as scratch:
-        options, processes = recipe.training, count_processes()
+        options, processes = recipe.training, Processes.started()
         device, dtype = device_and_dtype(options)
         prepared = _prepare(recipe, scratch, processes, trust_task_code=trust_task_code, tell=lambda step: None)
         base, start, targets, data, steps = (

@@ -17,22 +17,20 @@ from adapterswap.core import (
     Adapter,
     Base,
     Composition,
+    ModelConfig,
     OpenedBase,
-    adapter_source,
+    SourceRecord,
     check_base_weights,
     compose,
-    identity_of,
     open_adapter,
     read_composition,
     write_adapter,
 )
-from adapterswap.core.companions.companions import CompanionPlan, decide, decide_prompts
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import and_more
 from adapterswap.core.experts.names import under_canonical_names
-from adapterswap.core.model.layers import stacked_layers_in_config
-from adapterswap.core.model.sources import parse_hub_id, public_name
-from adapterswap.core.writing.records import SourceRecord
+from adapterswap.core.model.sources import Reference, public_name
 from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
@@ -57,7 +55,7 @@ class Start:
 
     def write_companions(self, folder: Path) -> None:
         """Write the tokenizer and the chat templates that the start has beside it into a folder."""
-        decide({"start": self.adapter.source.folder}).write(folder)
+        CompanionPlan.decide({"start": self.adapter.source.folder}).write(folder)
 
     def describe(self, targets: TrainingTargets) -> str:
         """What training takes over, adds and keeps, in a line."""
@@ -91,11 +89,11 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
             adapter = open_adapter(start.adapter if isinstance(start, ChainStart) else start)
         _check_kind(adapter)
         _check_base(adapter, base)
-        record = adapter_source(adapter, sha256_of(adapter.file.path))
+        record = SourceRecord.of_adapter(adapter, sha256_of(adapter.file.path))
         if on_top:
             record = record.model_copy(update={"mode": "chain"})
         named = under_canonical_names(adapter, Base(model), "the start", str(base.source))
-        companions = decide_prompts({"start": adapter.source.folder}, base.source.folder)
+        companions = CompanionPlan.decide_prompts({"start": adapter.source.folder}, base.source.folder)
         return Start(named, record, companions, on_top)
     except AdapterswapError as error:
         raise error.recast(parameter="start") from None
@@ -104,7 +102,7 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
 def _write(composition: Composition, base: OpenedBase, folder: Path) -> Path:
     """Write the composed adapter. The depth is that of the base to train on, which the experts may only name."""
     if composition.base_model is None and composition.num_layers is None:
-        depth = stacked_layers_in_config(base.config.to_dict())
+        depth = ModelConfig(base.config.to_dict()).stacked_layers
         composition = composition.model_copy(update={"num_layers": depth})
     return write_adapter(compose(composition), folder)
 
@@ -138,14 +136,14 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     check_base_weights(
         {"the start": adapter.base_fingerprints}, base.source, {"the start": adapter.config.base_reference}
     )
-    by_weights = bool(adapter.base_fingerprints and identity_of(base.source))
+    by_weights = bool(adapter.base_fingerprints and base.source.identity)
     if config.base_model and not by_weights and public_name(config.base_model) != base.source.name:
         problems.add(
             f"The start adapts the base {config.base_model}, but the recipe trains on {base.source.name}",
             "Train on the start's base. If both names mean the same weights, write the start again with `compose` and "
             f"`base_model={base.reference}`",
         )
-    requested = parse_hub_id(base.reference)
+    requested = Reference(base.reference).hub_id
     revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
     if not by_weights and base.source.revision and (config.revision or "main") not in revisions:
         problems.add(

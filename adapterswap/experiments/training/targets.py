@@ -13,17 +13,17 @@ from adapterswap.core import (
     SIDES,
     Adapter,
     Base,
+    ModelConfig,
     Partition,
     Side,
     check_one_list,
     known_depth,
-    num_layers_in_config,
     parse_layers,
 )
 from adapterswap.core.experts.config import scale
-from adapterswap.core.model.layers import kind_of, layer_container, layer_of
+from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.planning.composition import partition_sides
-from adapterswap.core.writing.layout import Shape, written_scale
+from adapterswap.core.writing.layout import Shape
 from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
 from adapterswap.kit.errors import FieldError, Problems, UnsupportedError
 
@@ -151,7 +151,7 @@ class _Targeted:
 
         PEFT ignores layers_to_transform if target_modules contains full names.
         """
-        named = {name: layer_of(name, self.container) for name in self.adaptable if _named(name, ends)}
+        named = {name: ModuleName(name).layer(self.container) for name in self.adaptable if _named(name, ends)}
         layers = {named[name] for name in chosen}
         if named.keys() == set(chosen):
             return ends, None
@@ -160,7 +160,7 @@ class _Targeted:
         return sorted(chosen), None
 
     def _in(self, layers: Sequence[int] | None, name: str) -> bool:
-        return layers is None or layer_of(name, self.container) in layers
+        return layers is None or ModuleName(name).layer(self.container) in layers
 
     def _owned(self, modules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Side]]:
         """The modules that the partition gives to the recipe's side, or to both sides; and the side of each."""
@@ -181,17 +181,17 @@ class _Targeted:
         return owned, sides if self.simultaneous else {}
 
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
-        in_config, name = num_layers_in_config(self.config.to_dict()), type(self.model).__name__
+        in_config, name = ModelConfig(self.config.to_dict()).num_layers, type(self.model).__name__
         depth = known_depth(in_config, name, "Use adapter.layers instead of a partition")
         side = partition_sides(partition, depth)
-        return lambda name: side(name, layer_of(name, self.container), kind_of(name))
+        return lambda name: side(name, ModuleName(name).layer(self.container), ModuleName(name).kind)
 
     def _projections(self) -> list[str]:
         """The ends of the names of all attention and MLP projections."""
         projections = {
             name
             for name in self.matrices
-            if layer_of(name, self.container) is not None and kind_of(name) in ("attention", "mlp")
+            if ModuleName(name).layer(self.container) is not None and ModuleName(name).kind in ("attention", "mlp")
         }
         if not projections:
             raise FieldError(
@@ -245,7 +245,7 @@ class _Targeted:
                 problems.add(
                     f"{where} is tied to the output head, which would not change with it", "Remove it", parameter=field
                 )
-            elif layers is not None and any(layer_of(full, self.container) is None for full in modules):
+            elif layers is not None and any(ModuleName(full).layer(self.container) is None for full in modules):
                 problems.add(
                     f"{where} is outside the layers, but adapter.layers selects layers",
                     "Remove one of the two",
@@ -264,7 +264,7 @@ class _Targeted:
                     "Remove it",
                     parameter=field,
                 )
-        depth = num_layers_in_config(self.config.to_dict())
+        depth = ModelConfig(self.config.to_dict()).num_layers
         if layers and depth is not None and layers[-1] >= depth:
             problems.add(
                 f"adapter.layers: {options.layers} reaches beyond layer {depth - 1}",
@@ -282,7 +282,7 @@ def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> 
             shapes[name] = Shape(module.rank, module.alpha, module.scale)
         else:
             wanted = scale(options.r, options.alpha, options.rslora)
-            shapes[name] = Shape(options.r, *written_scale(options.r, rslora, wanted))
+            shapes[name] = Shape.of_scale(options.r, rslora, wanted)
     return shapes
 
 

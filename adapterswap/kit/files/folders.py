@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from adapterswap.kit.errors import ExpertError, OutputError
 from adapterswap.kit.files.hashes import fingerprint
@@ -63,11 +63,10 @@ def _remove_abandoned() -> None:
                     shutil.rmtree(lock.parent)
 
 
-LIST = "files"  # the key of a record that lists what was written
-PRINTS = "fingerprints"  # the key of a record with the fingerprints of what users may change: weights, model card
 CARD = "README.md"
 _MAX_RECORD = 2**30  # bytes
 _HEAD = 2**16  # bytes in which a file's mark is looked for
+_SAME_KIND = "`overwrite=True` only replaces earlier output of the same kind"
 _SHOWN = 3  # foreign files that a message names
 
 
@@ -89,81 +88,137 @@ class FileKind:
             head = file.read(_HEAD)
         return head.startswith(self.start) and self.mark in head
 
+    @contextmanager
+    def file(
+        self, target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
+    ) -> Iterator[Path]:
+        """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
+
+        Args:
+            target: the file to write. A symlink stands for the file that it points to.
+            overwrite: replace `target` if it is of this kind.
+            inputs: everything that is read; see `check_inputs`.
+        """
+        target, inputs = expand(target), tuple(inputs)
+        self.check(target, overwrite=overwrite, inputs=inputs)
+        place = Path(os.path.realpath(target))
+        with _os_errors(target), _alone(place, target), replacing(place, _temporary(place)) as building:
+            yield building
+            self.check(target, overwrite=overwrite, inputs=inputs)  # again: it may have appeared meanwhile
+
+    def check(self, target: str | Path, *, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
+        """Check whether `file` may write `target`. An existing file is replaced only with `overwrite`."""
+        target = expand(target)
+        with _os_errors(target):
+            if target.is_dir():
+                raise OutputError(
+                    f"{target} is a folder, but the output is a file", "Choose the path of a file", parameter="out_path"
+                )
+            if os.path.lexists(target) and not overwrite:
+                raise _exists(target)
+            if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+                raise OutputError(
+                    f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
+                )
+            check_inputs(target, inputs)
+            if target.exists() and not self.wrote(target):
+                raise OutputError(
+                    f"This command did not write {target}",
+                    f"Move it away or choose another path: {_SAME_KIND}",
+                    parameter="out_path",
+                )
+            if not target.parent.is_dir():
+                raise OutputError(
+                    f"{target} cannot be written: the folder {target.parent} does not exist",
+                    "Create the folder or choose another path",
+                    parameter="out_path",
+                )
+
 
 @dataclass(frozen=True)
 class OutputKind:
     """The files that a kind of command writes into its folder, so that `overwrite` removes nothing else.
 
     Attributes:
-        record: the JSON file in the folder whose key `files` lists everything that was written; `atomic_folder` adds
-            the list. None if the command writes no such file.
+        record: the JSON file in the folder whose key `files` lists everything that was written; `folder` adds the
+            list. None if the command writes no such file.
         is_ours: whether the record's content is of this kind.
         names: what to expect in a folder without that list: relative paths, in which `*` matches part of a name and a
             final `**` everything below.
         files: how to recognise each file, if there is no record.
+        LIST: the key of a record that lists what was written.
+        PRINTS: the key of a record with the fingerprints of what users may change: weights, model card.
     """
+
+    LIST: ClassVar = "files"
+    PRINTS: ClassVar = "fingerprints"
 
     record: str | None
     is_ours: Callable[[Mapping[str, Any]], bool] = bool
     names: Callable[[], Sequence[str]] = tuple
     files: FileKind | None = None
 
+    @contextmanager
+    def folder(
+        self,
+        target: str | Path,
+        *,
+        overwrite: bool = False,
+        inputs: Iterable[str | Path | None] = (),
+    ) -> Iterator[Path]:
+        """Yield an empty temporary folder that becomes `target` when the block ends without an exception.
 
-@contextmanager
-def atomic_folder(
-    target: str | Path,
-    *,
-    kind: OutputKind | None = None,
-    overwrite: bool = False,
-    inputs: Iterable[str | Path | None] = (),
-) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes `target` when the block ends without an exception.
-
-    Args:
-        target: the folder to create, with its parents. A symlink stands for the folder that it points to. An empty
-            folder counts as absent.
-        kind: what the block writes; its record gets the list of files.
-        overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
-        inputs: everything that is read; see `check_inputs`.
-    """
-    target, inputs = expand(target), tuple(inputs)
-    check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)
-    place = Path(os.path.realpath(target))
-    with _os_errors(target), _parents(place.parent), _alone(place, target):
-        check_target(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
-        building = _temporary(place)
-        try:
-            building.mkdir()
-            yield building
-            if kind is not None and kind.record is not None:
-                _add_list(building, kind.record)
-            sync_folder(building)
-            if overwrite:
-                check_target(target, kind=kind, overwrite=True, inputs=inputs)  # again: this may have taken hours
-            _publish(building, place, target, overwrite=overwrite)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-
-
-def check_target(
-    target: str | Path,
-    *,
-    kind: OutputKind | None = None,
-    overwrite: bool = False,
-    inputs: Iterable[str | Path | None] = (),
-) -> None:
-    """Check whether `atomic_folder` may write `target`. Dry runs and long commands call this before they start."""
-    target = expand(target)
-    with _os_errors(target):
+        Args:
+            target: the folder to create, with its parents. A symlink stands for the folder that it points to. An empty
+                folder counts as absent.
+            overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
+            inputs: everything that is read; see `check_inputs`.
+        """
+        target, inputs = expand(target), tuple(inputs)
+        self.check(target, overwrite=overwrite, inputs=inputs)
         place = Path(os.path.realpath(target))
-        if os.path.lexists(target) and not place.is_dir() and not overwrite:
-            raise _exists(target)
-        check_place(target, inputs)
-        if not place.is_dir() or _is_empty(place):
-            return
-        if not overwrite:
-            raise _exists(target)
-        refuse_strangers(target, strangers(place, kind))
+        with _os_errors(target), _parents(place.parent), _alone(place, target):
+            self.check(target, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
+            building = _temporary(place)
+            try:
+                building.mkdir()
+                yield building
+                if self.record is not None:
+                    _add_list(building, self.record)
+                sync_folder(building)
+                if overwrite:
+                    self.check(target, overwrite=True, inputs=inputs)  # again: this may have taken hours
+                _publish(building, place, target, overwrite=overwrite)
+            finally:
+                shutil.rmtree(building, ignore_errors=True)
+
+    def check(
+        self,
+        target: str | Path,
+        *,
+        overwrite: bool = False,
+        inputs: Iterable[str | Path | None] = (),
+    ) -> None:
+        """Check whether `folder` may write `target`. Dry runs and long commands call this before they start."""
+        target = expand(target)
+        with _os_errors(target):
+            place = Path(os.path.realpath(target))
+            if os.path.lexists(target) and not place.is_dir() and not overwrite:
+                raise _exists(target)
+            check_place(target, inputs)
+            if not place.is_dir() or _is_empty(place):
+                return
+            if not overwrite:
+                raise _exists(target)
+            refuse_strangers(target, strangers(place, self))
+
+    @staticmethod
+    def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+        """The fingerprints of the weights and the card among these files of a folder; quick for any size."""
+        printed = [
+            name for name in names if (name.endswith(".safetensors") or name == CARD) and (folder / name).is_file()
+        ]
+        return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
 
 
 def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
@@ -182,7 +237,7 @@ def refuse_strangers(target: Path, foreign_paths: Sequence[str]) -> None:
         more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
         raise OutputError(
             f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
-            "Move them away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
+            f"Move them away or choose another path: {_SAME_KIND}",
             parameter="out_path",
         )
 
@@ -275,7 +330,7 @@ def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = (
                 printed.append("/".join(path))
 
     look(folder, (), expected)
-    changed = (name for name, now in prints_of(folder, printed).items() if prints[name] != now)
+    changed = (name for name, now in OutputKind.prints_of(folder, printed).items() if prints[name] != now)
     return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
 
 
@@ -292,7 +347,7 @@ def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], 
         return (), {}
     if not isinstance(record, dict) or not kind.is_ours(record):
         return (), {}
-    listed, prints = record.get(LIST), record.get(PRINTS)
+    listed, prints = record.get(OutputKind.LIST), record.get(OutputKind.PRINTS)
     if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
         return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
     return kind.names(), {}
@@ -303,12 +358,6 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """The fingerprints of the weights and the card among these files of a folder; a few milliseconds for any size."""
-    printed = [name for name in names if (name.endswith(".safetensors") or name == CARD) and (folder / name).is_file()]
-    return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
-
-
 def _add_list(folder: Path, record: str) -> None:
     """Add the list of files in `folder`, and the fingerprints of its weights and card, to its record."""
     names = sorted(
@@ -317,8 +366,12 @@ def _add_list(folder: Path, record: str) -> None:
         if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
     )
     content = json.loads((folder / record).read_bytes())
-    prints = prints_of(folder, names)
-    write_json(folder / record, {**content, LIST: names, **({PRINTS: prints} if prints else {})}, allow_nan=True)
+    prints = OutputKind.prints_of(folder, names)
+    write_json(
+        folder / record,
+        {**content, OutputKind.LIST: names, **({OutputKind.PRINTS: prints} if prints else {})},
+        allow_nan=True,
+    )
 
 
 def sync_folder(folder: Path) -> None:
@@ -362,57 +415,6 @@ def replacing(path: Path, building: Path) -> Iterator[Path]:
         sync_one(path.parent)
     finally:
         building.unlink(missing_ok=True)
-
-
-@contextmanager
-def atomic_file(
-    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
-) -> Iterator[Path]:
-    """Yield the path of a temporary file that becomes `target` when the block ends without an exception.
-
-    Args:
-        target: the file to write. A symlink stands for the file that it points to.
-        kind: what the block writes.
-        overwrite: replace `target` if it is of this kind.
-        inputs: everything that is read; see `check_inputs`.
-    """
-    target, inputs = expand(target), tuple(inputs)
-    check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)
-    place = Path(os.path.realpath(target))
-    with _os_errors(target), _alone(place, target), replacing(place, _temporary(place)) as building:
-        yield building
-        check_file(target, kind=kind, overwrite=overwrite, inputs=inputs)  # again: it may have appeared meanwhile
-
-
-def check_file(
-    target: str | Path, *, kind: FileKind, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()
-) -> None:
-    """Check whether `atomic_file` may write `target`. An existing file is replaced only with `overwrite`."""
-    target = expand(target)
-    with _os_errors(target):
-        if target.is_dir():
-            raise OutputError(
-                f"{target} is a folder, but the output is a file", "Choose the path of a file", parameter="out_path"
-            )
-        if os.path.lexists(target) and not overwrite:
-            raise _exists(target)
-        if target.exists() and not stat.S_ISREG(target.stat().st_mode):
-            raise OutputError(
-                f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
-            )
-        check_inputs(target, inputs)
-        if target.exists() and not kind.wrote(target):
-            raise OutputError(
-                f"This command did not write {target}",
-                "Move it away or choose another path: `overwrite=True` only replaces earlier output of the same kind",
-                parameter="out_path",
-            )
-        if not target.parent.is_dir():
-            raise OutputError(
-                f"{target} cannot be written: the folder {target.parent} does not exist",
-                "Create the folder or choose another path",
-                parameter="out_path",
-            )
 
 
 def _exists(target: Path) -> OutputError:

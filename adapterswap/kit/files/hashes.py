@@ -44,15 +44,12 @@ def stamp(file_stat: os.stat_result) -> tuple[int, ...]:
     return file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns, file_stat.st_ino
 
 
-Stamps = tuple[tuple[Path, tuple[int, ...]], ...]
+class Stamps(tuple[tuple[Path, tuple[int, ...]], ...]):
+    """Files, each with its `stamp`: equal as long as no file changes."""
 
+    __slots__ = ()
 
-def stamps(paths: Iterable[Path]) -> Stamps:
-    """The `stamp` of each of these files."""
-    return tuple((path, stamp(path.stat())) for path in paths)
-
-
-def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
-    """The fingerprints of the files in a folder that match one of the patterns, by name."""
-    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: fingerprint(path) for path in sorted(files)}
+    @staticmethod
+    def of(paths: Iterable[Path]) -> Stamps:
+        """The stamps of these files now."""
+        return Stamps((path, stamp(path.stat())) for path in paths)

@@ -26,7 +26,7 @@ from pydantic_core import PydanticKnownError
 from adapterswap.kit.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
 from adapterswap.kit.files.plain import Plain
 from adapterswap.kit.files.text import shown
-from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Layer, Location, check_kind, read_content, writer
+from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Layer, Location, check_kind, read_content
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel | Plain)
 
@@ -195,7 +195,7 @@ def _explained(
     for details in error.errors(include_url=False):
         file_location = _as_written(details["loc"], content)
         # A missing key is a mistake of the file that wrote the mapping around it.
-        source = writer(layers, file_location[:-1] if details["type"] == "missing" else file_location)
+        source = Layer.that_sets(layers, file_location[:-1] if details["type"] == "missing" else file_location)
         problem = _explain(details, file_location, model)
         place, message = str(source or where), problem.message
         if place:

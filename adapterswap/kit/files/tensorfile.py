@@ -9,32 +9,23 @@ JSON, data).
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.hashes import stamp
+from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, read_at
 from adapterswap.kit.files.text import check_pointer, open_regular, shown
-
-# Bytes per element of every dtype that a safetensors file may hold and that is a whole number of bytes.
-DTYPE_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-
-FLOATS = ("F32", "F16", "BF16")  # the dtypes used in arithmetic, most precise first
-
-FLOAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # the same, by their names in torch and numpy
-
 
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
 _MAX_HEADER = 32 * 2**20
@@ -56,6 +47,32 @@ class Tensor:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    def read_bytes(self, file: int, start: int, stop: int) -> Bytes:
+        """Read bytes `start` to `stop` of this tensor, from the open file `file`."""
+        raw = np.empty(stop - start, np.uint8)
+        bytes_read = 0
+        while bytes_read < raw.size:
+            try:
+                count = read_at(file, raw[bytes_read:].data, self.start + start + bytes_read)
+            except OSError as error:
+                raise ExpertError(f"{self.name} cannot be read: {error.strerror}", "Check the disk") from None
+            if count == 0:
+                raise ExpertError(f"The file ends in the middle of {self.name}", _AGAIN)
+            bytes_read += count
+        return raw
+
+    def read_elements(self, expert: str, file: int, start: int, stop: int) -> npt.NDArray[np.float32]:
+        """Read elements `start` to `stop` of this tensor, from the open file `file`, as a float32 vector."""
+        size = Dtype.BYTES[self.dtype]
+        raw = self.read_bytes(file, start * size, stop * size)
+        if not Dtype(self.dtype).is_finite(raw):
+            raise not_finite(expert, self.name)
+        return Dtype(self.dtype).unpack(raw, (stop - start,))
+
+    def read_numbers(self, expert: str, file: int) -> npt.NDArray[np.float32]:
+        """Read this tensor from the open file `file` as float32; raises as `read_elements` does."""
+        return self.read_elements(expert, file, 0, math.prod(self.shape)).reshape(self.shape)
+
 
 @dataclass(frozen=True)
 class TensorFile:
@@ -67,7 +84,7 @@ class TensorFile:
         data_start: where the tensor data begins, in bytes from the start of the file.
         size: the file's size in bytes.
         header: the header's raw bytes (length prefix included).
-        stamp: its size, times and inode, which change when the file is replaced or written to; see `open_tensors`.
+        stamp: its size, times and inode, which change when the file is replaced or written to; see `open`.
     """
 
     path: Path
@@ -77,66 +94,44 @@ class TensorFile:
     header: bytes
     stamp: tuple[int, ...]
 
+    @contextmanager
+    def open(self) -> Iterator[BufferedReader]:
+        """Open the file, to read its tensors."""
+        with open_regular(self.path, "Run the command again once the file is complete") as file:
+            _check_stamp(file, self)
+            yield file
+            _check_stamp(file, self)
 
-def read_header(path: str | Path) -> TensorFile:
-    """Read and check the header of a safetensors file, without touching the tensors."""
-    path = Path(path)
-    with open_regular(path, "Pass the path of a readable file") as file:
+    @staticmethod
+    def read(path: str | Path) -> TensorFile:
+        """Read and check the header of a safetensors file, without touching the tensors."""
+        path = Path(path)
+        with open_regular(path, "Pass the path of a readable file") as file:
+            try:
+                file_stat = os.fstat(file.fileno())
+                size = file_stat.st_size
+                prefix = file.read(8)
+                check_pointer(prefix + file.peek(100), path)
+                length = int.from_bytes(prefix, "little")
+                if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
+                    announced = f"its header claims {length} bytes" if len(prefix) == 8 else "it has no header"
+                    raise ExpertError(f"{path} is {size} bytes long, but {announced}", _REMEDY)
+                raw = file.read(length)
+            except OSError as error:
+                raise ExpertError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
         try:
-            file_stat = os.fstat(file.fileno())
-            size = file_stat.st_size
-            prefix = file.read(8)
-            check_pointer(prefix + file.peek(100), path)
-            length = int.from_bytes(prefix, "little")
-            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-                announced = f"its header claims {length} bytes" if len(prefix) == 8 else "it has no header"
-                raise ExpertError(f"{path} is {size} bytes long, but {announced}", _REMEDY)
-            raw = file.read(length)
-        except OSError as error:
-            raise ExpertError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
-    try:
-        with safe_open(path, "np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
-            specs = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()]
-    except (SafetensorError, OSError) as error:
-        raise ExpertError(f"{path} ({size} bytes) is not a valid safetensors file: {error}", _REMEDY) from None
-    tensors: dict[str, Tensor] = {}
-    position = data_start = 8 + length
-    _check(specs, path)
-    for name, dtype, shape in specs:
-        tensors[name] = Tensor(name, dtype, shape, position, position + DTYPE_BYTES[dtype] * prod(shape))
-        position = tensors[name].stop
-    return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(file_stat))
-
-
-@contextmanager
-def open_tensors(source: TensorFile) -> Iterator[BufferedReader]:
-    """Open a file whose header has been read, to read its tensors."""
-    with open_regular(source.path, "Run the command again once the file is complete") as file:
-        _check_stamp(file, source)
-        yield file
-        _check_stamp(file, source)
-
-
-def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, dict[str, Tensor]]:
-    """The header for tensors, each a (name, dtype, shape), and each tensor's place in the file.
-
-    Tensors with larger elements come first, then they are sorted by name: so every tensor is aligned, and the same
-    tensors give the same bytes. The header is padded with spaces to a multiple of 8 bytes.
-    """
-    placed: dict[str, Tensor] = {}
-    offset = 0
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, dtype, shape in sorted(tensors, key=lambda spec: (-DTYPE_BYTES[spec[1]], spec[0])):
-        stop = offset + DTYPE_BYTES[dtype] * prod(shape)
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
-        placed[name] = Tensor(name, dtype, shape, offset, stop)
-        offset = stop
-    raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    raw += b" " * (-len(raw) % 8)
-    start = 8 + len(raw)
-    moved = {name: Tensor(name, t.dtype, t.shape, t.start + start, t.stop + start) for name, t in placed.items()}
-    return len(raw).to_bytes(8, "little") + raw, moved
+            with safe_open(path, "np") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+                specs = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()]
+        except (SafetensorError, OSError) as error:
+            raise ExpertError(f"{path} ({size} bytes) is not a valid safetensors file: {error}", _REMEDY) from None
+        tensors: dict[str, Tensor] = {}
+        position = data_start = 8 + length
+        _check(specs, path)
+        for name, dtype, shape in specs:
+            tensors[name] = Tensor(name, dtype, shape, position, position + Dtype.BYTES[dtype] * prod(shape))
+            position = tensors[name].stop
+        return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(file_stat))
 
 
 def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
@@ -151,7 +146,20 @@ def _check(specs: Iterable[tuple[str, str, tuple[int, ...]]], path: Path) -> Non
     for name, dtype, shape in specs:
         if not name.isprintable() or len(name) > _MAX_NAME:
             raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
-        if dtype not in DTYPE_BYTES:
+        if dtype not in Dtype.BYTES:
             raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
         if len(shape) > 8 or max(shape, default=0) >= 2**63:
             raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)
+
+
+_AGAIN = "The file changed while it was read. Run the command again"
+
+
+@contextmanager
+def open_files(sources: Iterable[TensorFile], others: Iterable[Path] = ()) -> Iterator[dict[Path, int]]:
+    """Open the files for reading; yields their file descriptors by path."""
+    with ExitStack() as stack:
+        by_path = {source.path: source for source in sources}
+        files = {path: stack.enter_context(source.open()) for path, source in by_path.items()}
+        files |= {path: stack.enter_context(open_regular(path, _AGAIN)) for path in set(others) - files.keys()}
+        yield {path: file.fileno() for path, file in files.items()}

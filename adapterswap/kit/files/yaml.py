@@ -10,9 +10,10 @@ itself comes last: mappings are merged key by key, everything else is replaced (
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -150,12 +151,17 @@ class Layer:
     path: Path
     content: dict[str, Any]
 
+    @staticmethod
+    def of_recipe(path: str | Path) -> list[Layer]:
+        """Read the files of a recipe, in the order in which they are merged; the recipe itself is last."""
+        layers: list[Layer] = []
+        _collect(Path(path), (), layers)
+        return layers
 
-def load_layers(path: str | Path) -> list[Layer]:
-    """Read the files of a recipe, in the order in which they are merged; the recipe itself is last."""
-    layers: list[Layer] = []
-    _collect(Path(path), (), layers)
-    return layers
+    @staticmethod
+    def that_sets(layers: Sequence[Layer], location: Location) -> Path | None:
+        """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
+        return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
 
 
 def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
@@ -197,9 +203,17 @@ def _take_names(content: dict[str, Any], path: Path) -> list[str]:
     return names
 
 
-def fragments_of(content: Mapping[str, Any], file: Path) -> list[Path]:
-    """The files that a recipe's content extends."""
-    return [_find_fragment(name, file) for name in _take_names(dict(content), file)]
+def with_names(file: Path, name_of: Callable[[Path], str]) -> str:
+    """The text of a recipe, comments included, with `name_of` each file that it extends in its `extends`."""
+    from adapterswap.kit.files import yaml_text
+
+    yaml, text = yaml_text.round_trip(), io.StringIO()
+    content = yaml.load(file.read_text(encoding="utf-8"))
+    if "extends" in content:
+        content["extends"] = [name_of(_find_fragment(name, file)) for name in _take_names(dict(content), file)]
+    yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
+    yaml.dump(content, text)
+    return text.getvalue()
 
 
 def _find_fragment(name: str, path: Path) -> Path:
@@ -228,11 +242,6 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict) and isinstance(below.get(key), dict):
             merged[key] = _merge(below[key], value)
     return merged
-
-
-def writer(layers: Sequence[Layer], location: Location) -> Path | None:
-    """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
-    return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
 
 
 def _sets(content: Any, location: Location) -> bool:
@@ -330,7 +339,7 @@ def read_content(
         paths: keys whose values may be local paths; `*` matches any one key or position. If a fragment sets such a path
             and it exists relative to the fragment, it is made relative to the recipe's folder.
     """
-    layers, overrides = load_layers(path), list(overrides)
+    layers, overrides = Layer.of_recipe(path), list(overrides)
     content: Any = merge_layers(layers)
     for pattern in paths:
         content = _relocated(content, pattern.split("."), (), layers)
@@ -346,7 +355,7 @@ def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...]
             for key, item in items
         }
         return moved if isinstance(value, dict) else [*moved.values()] if isinstance(value, list) else value
-    recipe, source = layers[-1].path, writer(layers, location)
+    recipe, source = layers[-1].path, Layer.that_sets(layers, location)
     if not isinstance(value, str) or source in (None, recipe) or not exists(source.parent / value):
         return value
     return os.path.relpath(source.parent / value, recipe.parent)

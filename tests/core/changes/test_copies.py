@@ -22,7 +22,7 @@ from refusals import refused
 import adapterswap
 from adapterswap import Composition
 from adapterswap.core.changes import copies
-from adapterswap.core.changes.copies import Comparable, is_one_weight
+from adapterswap.core.changes.copies import Comparable
 from adapterswap.kit.errors import ExpertError
 
 VOCABULARY, WIDTH = 12, 4
@@ -154,5 +154,5 @@ def test_weights_are_compared_as_torch_rounds_them(
         Comparable(name, (7,), lambda start, stop, held=held: held[start:stop].float().numpy())
         for name, held in ((dtype, one), (other, two))
     )
-    assert is_one_weight(left, right) is is_one_weight(right, left) is expected
-    assert not is_one_weight(left, right._replace(shape=(1, 7)))
+    assert left.is_one_with(right) is right.is_one_with(left) is expected
+    assert not left.is_one_with(right._replace(shape=(1, 7)))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near, tolerance
 
-from adapterswap.core.changes.joint import Basis, Joint, cut, mixed, truncate
+from adapterswap.core.changes.joint import Basis, Joint, mixed, truncate
 from adapterswap.core.changes.reading import Factors
 
 DOUBLE = torch.float64
@@ -157,7 +157,7 @@ def test_singular_values_and_truncations_match_the_dense_change(kind) -> None:  
         exact, scale = dense(changes, weights), size(changes, weights)
         sigma = np.linalg.svd(exact / scale, compute_uv=False) * scale
         for rank in (1, 3, 7):
-            spectrum, keep, lost = cut(joint, weights, rank=rank, error=None)
+            spectrum, keep, lost = joint.cut(weights, rank=rank, error=None)
             count = min(len(sigma), len(spectrum.sigma))
             close(spectrum.sigma[:count], sigma[:count], dtype=DOUBLE, scale=scale)
             mixture = joint.mixture(weights, spectrum, keep)
@@ -187,7 +187,7 @@ def test_the_smallest_rank_within_an_error_matches_the_dense_change(kind) -> Non
     sigma = np.linalg.svd(exact, compute_uv=False)
     errors = np.array([np.linalg.norm(sigma[k:]) for k in range(len(sigma) + 1)]) / np.linalg.norm(sigma)
     for error in (0.5, 0.1, 1e-3, 1e-6, 1e-9):
-        keep = cut(Joint(changes), weights, rank=None, error=error)[1]
+        keep = Joint(changes).cut(weights, rank=None, error=error)[1]
         assert keep == max(1, int(np.argmax(errors <= error)))
 
 

@@ -20,7 +20,7 @@ from conftest import save_like, weights
 from refusals import refused
 
 import adapterswap
-from adapterswap.core.companions.config import MISSING, NEUTRAL, compare_configs
+from adapterswap.core.companions.config import MISSING, NEUTRAL, ConfigDifferences
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ def test_every_key_that_changes_logits_is_a_difference(name: str) -> None:
     row = TABLE[name]
     assert row["computes"]
     for key, value in row["computes"].items():
-        differences = compare_configs(row["config"], flipped(row["config"], key, value))
+        differences = ConfigDifferences.between(row["config"], flipped(row["config"], key, value))
         assert differences, key
 
 
@@ -61,7 +61,7 @@ def test_no_neutral_key_is_a_difference(name: str) -> None:
     row = TABLE[name]
     assert row["neutral"]
     for key, value in row["neutral"].items():
-        differences = compare_configs(row["config"], flipped(row["config"], key, value))
+        differences = ConfigDifferences.between(row["config"], flipped(row["config"], key, value))
         assert not differences, (key, differences)
         assert not differences.not_compared
     others = {
@@ -70,7 +70,7 @@ def test_no_neutral_key_is_a_difference(name: str) -> None:
         "torch_dtype": "float16",
         "use_cache": False,
     }
-    assert not compare_configs(row["config"], row["config"] | others)
+    assert not ConfigDifferences.between(row["config"], row["config"] | others)
 
 
 def test_the_table_has_forty_architectures_and_no_neutral_key_computes() -> None:
@@ -148,7 +148,7 @@ SCALED = {"rope_scaling": {"type": "linear", "factor": 2.0}}
 )  # fmt: skip
 def test_one_number_under_two_names_is_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
     for first, second in ((one, other), (other, one)):
-        found = compare_configs(first, second)
+        found = ConfigDifferences.between(first, second)
         assert (found.values, found.not_compared) == ({}, ())
 
 
@@ -163,7 +163,7 @@ def test_one_number_under_two_names_is_equal(one: dict[str, Any], other: dict[st
     ],
 )
 def test_a_difference_names_both_values(other: dict[str, Any], key: str) -> None:
-    found = compare_configs(LLAMA_5, LLAMA_5 | other)
+    found = ConfigDifferences.between(LLAMA_5, LLAMA_5 | other)
     assert key in found.values
     ours, theirs = found.values[key]
     assert ours != theirs
@@ -172,29 +172,29 @@ def test_a_difference_names_both_values(other: dict[str, Any], key: str) -> None
 
 def test_without_the_class_a_key_that_one_lacks_is_reported() -> None:
     one = {"model_type": "unknown_to_transformers", "scale": 2.0, "width": 64}
-    found = compare_configs(one, {"model_type": "unknown_to_transformers", "width": 64})
+    found = ConfigDifferences.between(one, {"model_type": "unknown_to_transformers", "width": 64})
     assert (found.values, found.not_compared) == ({}, ("scale",))
-    found = compare_configs(one, one | {"scale": 3.0})
+    found = ConfigDifferences.between(one, one | {"scale": 3.0})
     assert found.values == {"scale": (2.0, 3.0)}
     assert MISSING not in found.values["scale"]
 
 
 def test_a_number_in_place_of_an_object_is_a_difference() -> None:
     """Also where transformers cannot read such a config, and so knows no default."""
-    found = compare_configs(LLAMA_5, LLAMA_5 | {"rope_parameters": 3})
+    found = ConfigDifferences.between(LLAMA_5, LLAMA_5 | {"rope_parameters": 3})
     assert found.values
     assert not found.not_compared
 
 
 def test_no_quantization_is_written_in_two_ways() -> None:
-    assert not compare_configs(LLAMA_5, LLAMA_5 | {"quantization_config": None})
-    assert compare_configs(LLAMA_5, LLAMA_5 | {"quantization_config": {"quant_method": "fp8"}})
+    assert not ConfigDifferences.between(LLAMA_5, LLAMA_5 | {"quantization_config": None})
+    assert ConfigDifferences.between(LLAMA_5, LLAMA_5 | {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_a_classifier_finds_the_end_of_a_text_by_its_padding() -> None:
     for name, differs in (("LlamaForCausalLM", False), ("LlamaForSequenceClassification", True)):
         config = LLAMA_5 | {"architectures": [name]}
-        assert bool(compare_configs(config | {"pad_token_id": 1}, config | {"pad_token_id": 2})) is differs
+        assert bool(ConfigDifferences.between(config | {"pad_token_id": 1}, config | {"pad_token_id": 2})) is differs
 
 
 def with_config(

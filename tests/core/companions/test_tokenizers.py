@@ -12,7 +12,7 @@ from refusals import refused
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from adapterswap.core.companions.companions import decide
+from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.parts import special_ids
 from adapterswap.core.companions.templates import read_templates, write_templates
 from adapterswap.core.companions.tokenizer import tokenizer_differences
@@ -102,7 +102,7 @@ BEHAVIOUR = ["vocabulary", "merges", "normalizer", "pre-tokenizer", "post-proces
 @pytest.mark.parametrize("section", BEHAVIOUR)
 def test_a_merged_tokenizer_gives_the_experts_tokens(save: Callable[..., Path], tmp_path: Path, section: str) -> None:
     base, expert = save("base"), edited(save("expert"), SECTIONS[section])
-    plan = decide({"math": expert}, base)
+    plan = CompanionPlan.decide({"math": expert}, base)
     assert plan.owner("tokenizer") == "math"
     (out := tmp_path / "out").mkdir()
     plan.write(out)
@@ -167,7 +167,7 @@ def test_other_files_that_do_the_same_are_equal(save: Callable[..., Path], way: 
     one, other = save("one"), save("other")
     SAME[way](other)
     assert tokenizer_differences(one, other) == tokenizer_differences(other, one) == ()
-    assert decide({"math": other}, one).owner("tokenizer") == "base"
+    assert CompanionPlan.decide({"math": other}, one).owner("tokenizer") == "base"
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -228,7 +228,7 @@ PLAIN = "### {{ messages[0].content }}\n"
 def test_the_result_takes_the_experts_tokenizer_where_they_agree(save: Callable[..., Path]) -> None:
     base = save("base", template=CHATML)
     math, swahili = (save(name, template=PLAIN, eos_token="<unk>") for name in ("math", "swahili"))
-    plan = decide({"math": math, "swahili": swahili}, base)
+    plan = CompanionPlan.decide({"math": math, "swahili": swahili}, base)
     assert (plan.owner("tokenizer"), plan.owner("chat_template")) == ("math", "math")
     assert plan.owners["tokenizer"].differing == {"base": ("eos",)}
 
@@ -236,7 +236,7 @@ def test_the_result_takes_the_experts_tokenizer_where_they_agree(save: Callable[
 def test_the_task_experts_is_taken_where_they_differ(save: Callable[..., Path]) -> None:
     base, math = save("base"), save("math", eos_token="<unk>", template=PLAIN)
     swahili = save("swahili", padding_side="left", template=CHATML, extra=("<sw>",))
-    plan = decide({"math": math, "swahili": swahili}, base)
+    plan = CompanionPlan.decide({"math": math, "swahili": swahili}, base)
     assert plan.owner("tokenizer") == "math"
     assert plan.owners["tokenizer"].differing == {"swahili": ("eos", "padding side"), "base": ("eos",)}
     assert plan.owners["chat_template"].differing == {"swahili": ("chat template",)}
@@ -250,7 +250,7 @@ def test_another_can_be_chosen(save: Callable[..., Path], tmp_path: Path, chosen
         "math": save("math", eos_token="<unk>", template=PLAIN),
         "swahili": save("swahili", padding_side="left", template={"default": CHATML, "tool_use": "T" + CHATML}),
     }
-    plan = decide(folders, save("base", template="base {{ messages }}"), tokenizer=chosen)
+    plan = CompanionPlan.decide(folders, save("base", template="base {{ messages }}"), tokenizer=chosen)
     assert {plan.owner("tokenizer"), plan.owner("chat_template"), *plan.record.values()} == {chosen}
     (out := tmp_path / "out").mkdir()
     plan.write(out)
@@ -261,7 +261,9 @@ def test_another_can_be_chosen(save: Callable[..., Path], tmp_path: Path, chosen
 
 
 def test_an_adapter_with_the_bases_tokenizer_carries_none(save: Callable[..., Path], tmp_path: Path) -> None:
-    plan = decide({"math": save("math", template=PLAIN)}, beside=save("base", eos_token="<unk>"), tokenizer="base")
+    plan = CompanionPlan.decide(
+        {"math": save("math", template=PLAIN)}, beside=save("base", eos_token="<unk>"), tokenizer="base"
+    )
     (out := tmp_path / "out").mkdir()
     plan.write(out)
     assert not list(out.iterdir())
@@ -273,20 +275,20 @@ def test_an_adapter_with_the_bases_tokenizer_carries_none(save: Callable[..., Pa
 def test_who_has_no_tokenizer_cannot_be_chosen(save: Callable[..., Path], tmp_path: Path, chosen: str) -> None:
     (empty := tmp_path / "empty").mkdir()
     with refused(ArgumentError, "tokenizer"):
-        decide({"math": save("math"), "swahili": empty}, save("base"), tokenizer=chosen)
+        CompanionPlan.decide({"math": save("math"), "swahili": empty}, save("base"), tokenizer=chosen)
     with refused(ArgumentError, "chat_template_from"):
-        decide({"math": save("math"), "swahili": empty}, save("base"), template=chosen)
+        CompanionPlan.decide({"math": save("math"), "swahili": empty}, save("base"), template=chosen)
 
 
 def test_settings_without_a_vocabulary_are_no_tokenizer_where_another_is(save: Callable[..., Path]) -> None:
     base, math, swahili = save("base"), save("math", eos_token="<unk>"), save("swahili")
     (math / "tokenizer.json").unlink()
-    plan = decide({"math": math}, base)
+    plan = CompanionPlan.decide({"math": math}, base)
     assert plan.owner("tokenizer") == "base"
     assert plan.owners["tokenizer"].differing == {"math": ("only settings",)}
-    assert decide({"math": math, "swahili": swahili}).owner("tokenizer") == "swahili"
-    assert decide({"math": math}).owner("tokenizer") == "math"
-    assert decide({"math": math}, base, tokenizer="math").owner("tokenizer") == "math"
+    assert CompanionPlan.decide({"math": math, "swahili": swahili}).owner("tokenizer") == "swahili"
+    assert CompanionPlan.decide({"math": math}).owner("tokenizer") == "math"
+    assert CompanionPlan.decide({"math": math}, base, tokenizer="math").owner("tokenizer") == "math"
 
 
 def put(folder: Path, place: str, text: str) -> None:
@@ -323,7 +325,7 @@ def test_templates_follow_from_and_into_every_place(
         if file.is_file():
             (out / file.relative_to(base)).parent.mkdir(exist_ok=True)
             (out / file.relative_to(base)).write_bytes(file.read_bytes())
-    decide({"math": expert}, base).write(out)
+    CompanionPlan.decide({"math": expert}, base).write(out)
     several = theirs in ("list", "additional")
     assert read_templates(out) == {"default": PLAIN, **({"tool_use": "T" + PLAIN} if several else {})}
     if theirs == "legacy":  # which transformers reads for processors only
@@ -376,7 +378,10 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
 def test_a_damaged_tokenizer_is_named(save: Callable[..., Path], part: str) -> None:
     name, change = DAMAGE[part]
     one, other = save("one"), edited(save("other"), change, name)
-    for compare in (lambda: tokenizer_differences(one, other), lambda: decide({"one": one, "other": other})):
+    for compare in (
+        lambda: tokenizer_differences(one, other),
+        lambda: CompanionPlan.decide({"one": one, "other": other}),
+    ):
         with refused(ExpertError, match="other/"):
             compare()
 

@@ -23,9 +23,10 @@ from refusals import refused
 from safetensors import safe_open
 
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.core.experts.config import Patterns, read_adapter_config
+from adapterswap.core.experts.config import AdapterConfig, Patterns
+from adapterswap.core.writing.outputs import header_bytes
 from adapterswap.kit.errors import ExpertError, UnsupportedError
-from adapterswap.kit.files.tensorfile import header_bytes, open_tensors, read_header
+from adapterswap.kit.files.tensorfile import TensorFile
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": {"use_rslora": False, "r": 6, "lora_alpha": 9},
@@ -75,7 +76,7 @@ def test_modules_match_peft(
 def test_byte_ranges_match_safetensors(architecture: str, expert: Callable[..., Path]) -> None:
     folder = expert(architecture, seed=1, dtype=torch.bfloat16)
     raw = (folder / WEIGHTS).read_bytes()
-    header = read_header(folder / WEIGHTS)
+    header = TensorFile.read(folder / WEIGHTS)
     with safe_open(folder / WEIGHTS, "pt") as file:
         assert set(file.keys()) == set(header.tensors)
         for name, place in header.tensors.items():
@@ -90,7 +91,7 @@ def test_a_written_header_is_read_back(tmp_path: Path) -> None:
     size = max(place.stop for place in places.values())
     (tmp_path / "x").write_bytes(header + bytes(size - len(header)))
     assert len(header) % 8 == 0
-    assert dict(read_header(tmp_path / "x").tensors) == places
+    assert dict(TensorFile.read(tmp_path / "x").tensors) == places
     with safe_open(tmp_path / "x", "np") as file:
         assert {name: list(file.get_slice(name).get_shape()) for name in file.keys()} == {  # noqa: SIM118
             name: list(shape) for name, _, shape in specs
@@ -120,25 +121,25 @@ def test_defaults_match_peft(tmp_path: Path) -> None:
     """A config may omit most keys; null is valid only where PEFT accepts it (see test_peft_defaults)."""
     for content in ({"peft_type": "LORA"}, {"peft_type": "LORA", **dict.fromkeys(["use_rslora", "fan_in_fan_out"])}):
         (tmp_path / CONFIG).write_text(json.dumps(content))
-        read = read_adapter_config(tmp_path / CONFIG)
+        read = AdapterConfig.read(tmp_path / CONFIG)
         assert (read.rank, read.alpha, read.rslora, read.fan_in_fan_out) == (8, 8, False, False)
         assert read.resolved(["any"]) == ({"any": 8}, {"any": 8})
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     folder = adapter(tmp_path)
-    header = read_header(folder / WEIGHTS)
-    with open_tensors(header) as file:
+    header = TensorFile.read(folder / WEIGHTS)
+    with header.open() as file:
         assert file.read(8) == header.header[:8]
 
     def write_meanwhile() -> None:
-        with open_tensors(header), (folder / WEIGHTS).open("r+b") as other:
+        with header.open(), (folder / WEIGHTS).open("r+b") as other:
             other.seek(-1, 2)
             other.write(b"x")
 
     with refused(ExpertError, match="changed since it was opened"):
         write_meanwhile()
-    with refused(ExpertError), open_tensors(header):
+    with refused(ExpertError), header.open():
         pass
 
 

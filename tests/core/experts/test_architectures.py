@@ -17,8 +17,8 @@ from refusals import refused
 from tolerances import close
 
 import adapterswap
-from adapterswap.core.model.layers import kind_of, layer_container, layer_of
-from adapterswap.core.model.sources import find_source
+from adapterswap.core.model.layers import ModuleName, layer_container
+from adapterswap.core.model.sources import Source
 from adapterswap.engines.live.loading import load_expert
 from adapterswap.experiments.evaluation.subjects import _with_adapter
 from adapterswap.kit.errors import ExpertError, UnsupportedError
@@ -42,7 +42,7 @@ from adapterswap.kit.errors import ExpertError, UnsupportedError
 )
 def test_layer_and_kind_follow_from_the_name(name: str, layer: int | None, kind: str) -> None:
     container = layer_container([name])
-    assert (layer_of(name, container), kind_of(name)) == (layer, kind)
+    assert (ModuleName(name).layer(container), ModuleName(name).kind) == (layer, kind)
 
 
 def test_the_language_models_layers_among_several_lists() -> None:
@@ -114,7 +114,7 @@ def test_what_peft_would_lose_is_refused_when_loaded_and_left_out_by_a_rule(tmp_
         subject = architectures.Subject(type(base).from_pretrained(tmp_path / "base"), "CAUSAL_LM", "lora", tmp_path)
         with refused(UnsupportedError, "expert", match="shared_experts"):
             load_expert(type(base).from_pretrained(tmp_path / "base"), subject.experts[0], "math")
-        source = find_source(subject.experts[0], [], what="adapter")
+        source = Source.find(subject.experts[0], [], what="adapter")
         with refused(ExpertError, "adapter", match="missing adapter keys"):
             _with_adapter(type(base).from_pretrained(tmp_path / "base"), source)
         rules = [{"modules": ["shared_experts"], "expert": "base"}, {"expert": "math"}]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.core.model.loading import OpenedBase
-from adapterswap.core.model.sources import Source, recorded_base
+from adapterswap.core.model.sources import Records, Source
 from adapterswap.engines.live.loading import load_expert
 from adapterswap.engines.serving.cache import Cache
 from adapterswap.engines.serving.composer import NamedComposer
@@ -196,7 +196,7 @@ def test_what_is_made_of_an_expert_carries_its_base_on(world: World, tmp_path: P
     }
     shutil.copytree(math, tmp_path / "run")
     shutil.copytree(world.experts["math"], tmp_path / "run" / "checkpoint-8")
-    assert {name: recorded_base(folder) for name, folder in made.items()} == dict.fromkeys(made, prints(base))
+    assert {name: Records(folder).base() for name, folder in made.items()} == dict.fromkeys(made, prints(base))
     for name in ("swap", "swap of it", "converted", "extracted", "a checkpoint of the run"):
         with refused(ExpertError):
             adapterswap.soup(made[name], other, num_layers=6)
@@ -208,7 +208,7 @@ def test_what_is_made_of_an_expert_carries_its_base_on(world: World, tmp_path: P
 def test_a_damaged_record_names_no_base(record: str, tmp_path: Path) -> None:
     (tmp_path / "training.json").write_text(record)
     (tmp_path / "adapterswap.json").write_text(record)
-    assert recorded_base(tmp_path) == {}
+    assert Records(tmp_path).base() == {}
 
 
 def test_a_chain_is_refused_whatever_base_is_declared(world: World, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from adapterswap.core.model.sources import check_repository
+from adapterswap.cli.publishing import check_repository
 from adapterswap.kit.errors import ArgumentError
 
 

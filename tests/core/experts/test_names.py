@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import adapterswap
 from adapterswap.core.experts.config import read_targets
-from adapterswap.core.model.layers import kind_of, layer_container, num_layers_in_config
+from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
 from adapterswap.kit.errors import CompositionError, ExpertError, NotFoundError
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
 
@@ -210,7 +210,7 @@ def test_the_language_models_list_of_layers(names: list[str], container: str | N
     ],
 )
 def test_blocks_of_several_kinds_are_distinguished_by_their_projections(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert ModuleName(name).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_blocks_of_several_kinds_are_distinguished_by_their_projections(name: st
     ],
 )
 def test_the_depth_of_hybrid_models(config: dict[str, Any], depth: int | None) -> None:
-    assert num_layers_in_config(config) == depth
+    assert ModelConfig(config).num_layers == depth
 
 
 def test_names_of_transformers_4_need_the_base(llava_expert: Callable[..., Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 import adapterswap
-from adapterswap.core.model.base import base_at
+from adapterswap.core.model.base import Base
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError
 from core.matrix.architectures import ARCHITECTURES
 
@@ -342,7 +342,7 @@ def test_a_square_module_of_another_shape_is_refused(worlds: Callable[[str], Wor
 
 
 def test_canonical_names_of_single_modules(worlds: Callable[[str], World]) -> None:
-    names = base_at(worlds("gemma3").base, "gemma3")
+    names = Base.at(worlds("gemma3").base, "gemma3")
     layers = "model.language_model.layers"
     for module, container, canonical in (
         (f"{layers}.3.mlp.up_proj", layers, f"{layers}.3.mlp.up_proj"),

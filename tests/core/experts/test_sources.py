@@ -24,15 +24,7 @@ from safetensors.numpy import save
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model import sources
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.sources import (
-    base_config,
-    find_source,
-    hub_reason,
-    hub_remedy,
-    parse_hub_id,
-    public_name,
-    same_base,
-)
+from adapterswap.core.model.sources import Reference, Source, hub_reason, hub_remedy, public_name, same_base
 from adapterswap.core.planning.composition import own_name
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, NotFoundError
 
@@ -87,7 +79,7 @@ def test_a_hub_id_at_each_revision(math: Path) -> None:
         ("org/math@v1", OLDER),
         (f"org/math@{OLDER}", OLDER),
     ):
-        source = find_source(reference, [WEIGHTS, CONFIG], what="adapter")
+        source = Source.find(reference, [WEIGHTS, CONFIG], what="adapter")
         assert (source.name, source.revision, source.folder.name) == ("org/math", commit, commit)
         assert str(source) == f"org/math@{commit}"
 
@@ -96,9 +88,9 @@ def test_a_hub_id_at_each_revision(math: Path) -> None:
 def test_a_hub_id_that_is_not_in_the_cache(reference: str, math: Path) -> None:
     told = f"^The adapter {reference} is not a local folder and could not be downloaded from the Hub: "
     with refused(NotFoundError, match=told):
-        find_source(reference, [WEIGHTS], what="adapter")
+        Source.find(reference, [WEIGHTS], what="adapter")
     with refused(NotFoundError, "base_model", match="^The base model "):
-        find_source(reference, [WEIGHTS], what="base model")
+        Source.find(reference, [WEIGHTS], what="base model")
 
 
 @pytest.mark.parametrize(
@@ -126,13 +118,13 @@ def test_a_network_that_fails_is_named_in_a_few_words(
 @pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])
 def test_ids_that_leave_the_cache_are_refused(reference: str, math: Path) -> None:
     with refused(NotFoundError):
-        find_source(reference, [WEIGHTS], what="adapter")
+        Source.find(reference, [WEIGHTS], what="adapter")
 
 
 def test_a_local_folder_wins(math: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     adapter(tmp_path / "org" / "math")
-    source = find_source("org/math", [WEIGHTS], what="adapter")
+    source = Source.find("org/math", [WEIGHTS], what="adapter")
     assert (source.folder, str(source)) == (Path("org/math"), "math")
 
 
@@ -179,7 +171,7 @@ def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path)
     with pytest.raises(NotFoundError, match="no adapter in a folder hindi"):
         open_adapter("org/languages/hindi")
     with pytest.raises(NotFoundError, match="does not exist"):
-        find_source("org/languages/swahili", ["config.json"], what="base model")
+        Source.find("org/languages/swahili", ["config.json"], what="base model")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +186,7 @@ def test_paths_are_not_looked_up_on_the_hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
     with pytest.raises(NotFoundError, match="does not exist"):
         open_adapter(reference)
-    assert parse_hub_id(reference) is None
+    assert Reference(reference).hub_id is None
 
 
 def test_a_link_out_of_the_cache_in_a_subfolder(languages: Path, tmp_path: Path) -> None:
@@ -271,8 +263,8 @@ def test_the_cache_is_read_as_the_hubs_client_reads_it(revision: str | None, cac
 def test_a_look_into_the_cache_does_not_import_the_hubs_client(cache: Path) -> None:
     repository(cache, "org/base", {"config.json": b"{}"})
     code = (
-        "import sys; from adapterswap.core.model.sources import base_config, cached_base_config; "
-        "assert cached_base_config('org/base') == {} == base_config('org/base')[1]; "
+        "import sys; from adapterswap.core.model.sources import Reference; "
+        "base = Reference('org/base'); assert base.cached_config == {} == base.config()[1]; "
         "assert 'huggingface_hub.hf_api' not in sys.modules and 'httpx' not in sys.modules"
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
@@ -285,14 +277,14 @@ def test_a_snapshot_that_is_a_link_out_of_the_cache(math: Path, tmp_path: Path) 
     math.rmdir()
     math.symlink_to(tmp_path / "newer")
     with refused(ExpertError, match="outside the Hub's cache"):
-        find_source("org/math", [WEIGHTS], what="adapter")
+        Source.find("org/math", [WEIGHTS], what="adapter")
 
 
 def test_a_ref_that_points_out_of_the_cache(math: Path, tmp_path: Path) -> None:
     adapter(tmp_path / "elsewhere")
     (math.parents[1] / "refs" / "main").write_text("../../../../elsewhere")
     with refused(ExpertError):
-        find_source("org/math", [WEIGHTS], what="adapter")
+        Source.find("org/math", [WEIGHTS], what="adapter")
 
 
 def test_a_cache_behind_a_link(math: Path, cache: Path, tmp_path: Path) -> None:
@@ -300,10 +292,10 @@ def test_a_cache_behind_a_link(math: Path, cache: Path, tmp_path: Path) -> None:
     home = math.parents[1]
     home.rename(tmp_path / "large-disk")
     home.symlink_to(tmp_path / "large-disk")
-    assert find_source("org/math", [WEIGHTS], what="adapter").revision == COMMIT
+    assert Source.find("org/math", [WEIGHTS], what="adapter").revision == COMMIT
     cache.rename(tmp_path / "other-disk")
     cache.symlink_to(tmp_path / "other-disk")
-    assert find_source("org/math", [WEIGHTS], what="adapter").revision == COMMIT
+    assert Source.find("org/math", [WEIGHTS], what="adapter").revision == COMMIT
 
 
 def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
@@ -312,14 +304,14 @@ def test_links_in_local_folders_are_followed(tmp_path: Path) -> None:
     (tmp_path / "linked").mkdir()
     for path in (tmp_path / "real").iterdir():
         (tmp_path / "linked" / path.name).symlink_to(path)
-    assert find_source(tmp_path / "linked", [], what="adapter").name == "linked"
+    assert Source.find(tmp_path / "linked", [], what="adapter").name == "linked"
 
 
 def test_names_are_made_printable(tmp_path: Path) -> None:
     """A folder's name may contain any bytes; outputs and messages contain valid text."""
     for name, message in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
         (tmp_path / name).mkdir()
-        assert str(find_source(tmp_path / name, [], what="adapter")) == message
+        assert str(Source.find(tmp_path / name, [], what="adapter")) == message
     assert public_name("org/base") == "org/base"
     assert public_name(str(tmp_path / "plain")) == "plain"
     assert public_name("/home/someone/models/base") == "base"
@@ -348,4 +340,4 @@ def test_only_the_config_of_a_named_base_is_read(tmp_path: Path, run: Callable[.
     assert f"{secret}/config.json is not JSON" in result.stderr
     assert "hunter2" not in result.stderr
     with refused(BaseModelError, match=r"config\.json cannot be read"):
-        base_config(folder)
+        Reference(folder).config()

@@ -13,12 +13,12 @@ import pytest
 from click.testing import Result
 from refusals import refused
 
-from adapterswap.core.experts import adapter as reading
 from adapterswap.core.experts.adapter import open_adapter
 from adapterswap.core.model.base import read_config
-from adapterswap.core.model.sources import find_source
+from adapterswap.core.model.sources import Source
 from adapterswap.experiments.evaluation.subjects import find_adapter
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
+from adapterswap.kit.files.tensorfile import TensorFile
 
 Run = Callable[..., Result]
 PRIVATE = "a private key"
@@ -81,19 +81,19 @@ def test_a_link_to_a_folder_is_followed_once(
     link = tmp_path / "latest"
     link.symlink_to("one")
     expected = open_adapter(link)
-    read = reading.read_header
+    read = TensorFile.read
 
     def repointed(path: Path) -> Any:
         link.unlink()
         link.symlink_to("other")
         return read(path)
 
-    monkeypatch.setattr(reading, "read_header", repointed)
+    monkeypatch.setattr(TensorFile, "read", staticmethod(repointed))
     opened = open_adapter(link)
     assert link.resolve().name == "other"
     assert (opened.config, opened.file.path) == (expected.config, expected.file.path)
     assert opened.file.path == tmp_path / "one/adapter_model.safetensors"
-    assert find_source(tmp_path / "one", [], what="adapter").folder == tmp_path / "one"
+    assert Source.find(tmp_path / "one", [], what="adapter").folder == tmp_path / "one"
 
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])

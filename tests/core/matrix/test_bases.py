@@ -19,7 +19,7 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import base_fingerprints
 from adapterswap.kit.errors import BaseModelError, ExpertError, UnsupportedError
 from core.matrix.adapters import Pair, save_expert
@@ -163,11 +163,11 @@ def test_an_adapter_in_the_folder(tmp_path: Path) -> None:
     with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
         adapterswap.merge(adapter, base, out_path=tmp_path / "out")
     with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
-        open_base(str(base))
+        OpenedBase.open(str(base))
     with refused(ExpertError, "reference", match="holds both an adapter and full weights"):
         adapterswap.open_expert(base)
     with refused(BaseModelError, "base_model", match="is an adapter, not a full model"):
-        open_base(str(adapter))
+        OpenedBase.open(str(adapter))
 
 
 def test_another_file_named_by_the_config(tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.planning.describe import strip
 from adapterswap.core.writing.streaming import ModelForm
-from adapterswap.core.writing.weights import prepare_model, write_model
+from adapterswap.core.writing.weights import prepare_model
 from adapterswap.tools.verification import verify
 from core.planning.test_sides import METHODS, combined, label
 
@@ -60,7 +59,7 @@ def test_each_side_is_averaged_first(
     )
     plan = adapterswap.compose(composition, experts)
     merged = prepare_model(plan, ModelForm())
-    out = write_model(merged, tmp_path / "out")
+    out = merged.write(tmp_path / "out")
     single = {name: dense(experts[name], base("llama"), start) for name in {*task, *language}}
     averages = {
         label(names): {key: sum(single[name][key] for name in names) / len(names) for key in start} for names in sides
@@ -99,7 +98,7 @@ def test_the_strip_names_a_side_as_one(base: Callable[..., Path], model: Callabl
     composition = Composition(task=["math", "code"], language="swahili", bottom=2, top=1, norms="layer")
     plan = adapterswap.compose(composition, experts)
     assert plan.is_model
-    assert strip(plan).splitlines()[1:] == [
+    assert plan.strip.splitlines()[1:] == [
         "layers  sscccs",
         "        c mean(code, math), s swahili",
     ]

@@ -28,10 +28,10 @@ from adapterswap.core.changes.joint import Joint, truncate
 from adapterswap.core.changes.reading import Factors, factor_reader, row_magnitudes
 from adapterswap.core.methods.dense import drop_mask, keep_largest
 from adapterswap.core.planning.rules import Rule
-from adapterswap.core.writing.adapter import prepare, write_prepared
+from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.reduction import approximate, dense_delta
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
 from core.planning.test_sides import combined
 from core.writing.test_blends import deltas, handmade
@@ -314,7 +314,7 @@ def test_modules_trained_in_full(base: Callable[[str], Path], expert: Callable[.
 def test_resolving_a_resolved_plan_changes_nothing(pair: list[Path]) -> None:
     """`resolve` returns a fully resolved plan unchanged."""
     plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1)
-    assert resolve(plan).plan is plan
+    assert Resolved.of(plan).plan is plan
     with factor_reader(plan.adapters) as read:
         module = next(iter(plan.experts[pair[0].name].modules.values()))
         factors = read(pair[0].name, module)
@@ -333,7 +333,7 @@ def test_the_recorded_error_includes_rounding(tmp_path: Path, method: str, dtype
     composition = Composition(task="math", language="swahili", num_layers=4, method=method, **options)
     plan = adapterswap.compose(composition, dict(zip(("math", "swahili"), folders, strict=True)))
     prepared = prepare(plan, Form(max_error=bound))
-    out = write_prepared(prepared, tmp_path / "out")
+    out = prepared.write(tmp_path / "out")
     written, sources = deltas(out), [deltas(folder) for folder in folders]
     assert prepared.reduced.keys() == written.keys()
     with factor_reader(plan.adapters) as read:

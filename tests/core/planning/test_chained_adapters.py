@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 from tolerances import close
 
 import adapterswap
-from adapterswap.core.planning.describe import strip
 from adapterswap.kit.errors import ExpertError, FieldError, UnsupportedError
 from core.writing.test_blends import deltas
 
@@ -76,7 +75,7 @@ def test_a_swap_takes_its_middle_from_both_adapters(chain: dict[str, Path], tmp_
         if name in merged:
             close(merged[name], expected, name=name, depth=2)
     assert json.loads((written / "adapter_config.json").read_text())["base_model_name_or_path"] == str(chain["base"])
-    assert "mmmmm"[: LAYERS - 3] in strip(plan)
+    assert "mmmmm"[: LAYERS - 3] in plan.strip
 
 
 @pytest.mark.parametrize("method", ["soup", "ties", "slerp", "dare_linear"])

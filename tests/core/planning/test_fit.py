@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def saved(folder: Path, config: transformers.PreTrainedConfig) -> Path:
 @pytest.fixture
 def only_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers must not be asked."""
-    monkeypatch.setattr(fit, "base_at", lambda *_: pytest.fail("the model was built"))
+    monkeypatch.setattr(fit, "Base", SimpleNamespace(at=lambda *_: pytest.fail("the model was built")))
 
 
 @pytest.mark.parametrize("command", ["compose", "convert", "slice", "merge", "export", "verify", "evaluate"])

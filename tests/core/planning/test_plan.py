@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 import adapterswap
 from adapterswap import Composition
 from adapterswap.core.planning.base import find_num_layers
-from adapterswap.core.planning.describe import strip, unusual
 from adapterswap.kit.errors import (
     BaseModelError,
     CompositionError,
@@ -49,7 +48,7 @@ def test_a_general_allocation(math: Path, swahili: Path, expert: Callable[..., P
     assert owners["5.mlp.up_proj"] == owners["5.self_attn.k_proj"] == "base"
     for name in ("model.layers.5.mlp.down_proj", "model.layers.5.self_attn.q_proj"):
         assert {t.expert: t.coefficient for t in plan.modules[name].terms} == {"math": 0.25, "code": 0.75}
-    assert strip(plan).splitlines() == [
+    assert plan.strip.splitlines() == [
         "           012345",
         "attention  ssmmm*",
         "mlp        mmmmm*",
@@ -189,7 +188,7 @@ def test_zones_of_zero_layers_are_allowed(math: Path, swahili: Path) -> None:
 def test_a_module_that_its_owner_lacks_is_shown(math: Path, expert: Callable[..., Path]) -> None:
     attention_only = expert(seed=3, target_modules=["q_proj", "v_proj"])
     plan = adapterswap.layer_swap(math, attention_only, bottom=2, top=0, bottom_transition=1)
-    result = unusual(plan)
+    result = plan.remarks
     name = plan.composition.language[0]
     assert f"mlp.up_proj in layers 0-1: {name}, but {name} does not adapt it: it stays as in the base" in result
     assert any(line.startswith("mlp.up_proj in layers 2:") and "counts as zero" in line for line in result)
@@ -200,7 +199,7 @@ def test_a_module_that_its_owner_lacks_is_shown(math: Path, expert: Callable[...
 def test_layers_without_an_adapter_are_shown(expert: Callable[..., Path]) -> None:
     folders = [expert(seed=seed, layers_to_transform=[0, 1, 5]) for seed in (1, 2)]
     plan = adapterswap.layer_swap(*folders, bottom=1, top=1)
-    assert unusual(plan) == ["layers 2-4: no expert adapts them, so they stay as in the base"]
+    assert plan.remarks == ["layers 2-4: no expert adapts them, so they stay as in the base"]
 
 
 def test_names_of_experts_follow_their_folders(math: Path, swahili: Path) -> None:

@@ -17,7 +17,6 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.planning.describe import strip
 from adapterswap.kit.errors import ExpertError, FieldError
 from adapterswap.tools.verification import verify
 from core.writing.test_blends import deltas, handmade
@@ -188,7 +187,7 @@ def test_a_layer_swap_gives_each_zone_to_a_side(experts: dict[str, Path], tmp_pa
         task=["b", "a"], language=["c", "d"], bottom=1, top=1, bottom_transition=1, num_layers=LAYERS
     )
     plan = adapterswap.compose(composition, experts)
-    assert strip(plan).splitlines() == [
+    assert plan.strip.splitlines() == [
         "        01234",
         "layers  c+aac",
         "        c mean(c, d), a mean(a, b), + 0.5·mean(a, b) + 0.5·mean(c, d)",

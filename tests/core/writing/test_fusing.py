@@ -13,9 +13,9 @@ from peft import LoraConfig
 from refusals import refused
 
 import adapterswap
-from adapterswap.core.experts.keys import factor_key
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
-from adapterswap.core.model.architectures import architecture_of
+from adapterswap.core.model.layers import ModelConfig
 from adapterswap.core.writing import loadable
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, UnsupportedError
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
@@ -39,7 +39,7 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
     model = build(ARCHITECTURES[name])
     model.config.save_pretrained(tmp_path / "base")
     config = json.loads((tmp_path / "base" / "config.json").read_text())
-    width = architecture_of(config).expert_width
+    width = ModelConfig(config).architecture.expert_width
     inner = config.get(width or "moe_intermediate_size", 16)
     shapes = of_experts(name, inner=inner)
     adapter = adapterswap.open_adapter(lora(tmp_path / "math", shapes, base=tmp_path / "base"))
@@ -49,7 +49,7 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
         import torch
 
         tensors = {
-            factor_key(part.name, factor, embedding=False): torch.empty(1, part.in_features, device="meta")
+            ModuleKeys(part.name).factor(factor, embedding=False): torch.empty(1, part.in_features, device="meta")
             if factor == "A"
             else torch.empty(part.out_features, 1, device="meta")
             for part in adapter.modules.values()

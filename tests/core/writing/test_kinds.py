@@ -41,7 +41,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.experts.config import read_adapter_config
+from adapterswap.core.experts.config import AdapterConfig
 from adapterswap.core.experts.keys import KINDS, REFUSED_KINDS
 from adapterswap.engines.serving.composer import check_fits
 from adapterswap.kit.errors import ExpertError, UnsupportedError
@@ -91,7 +91,7 @@ def test_dora_modules_are_copied_byte_for_byte(base: Base, tmp_path: Path) -> No
         assert held
         for key in held:
             assert torch.equal(own[key], written[key])
-    config = read_adapter_config(out / "adapter_config.json")
+    config = AdapterConfig.read(out / "adapter_config.json")
     assert config.dora
     names = [f"model.layers.{n}.mlp.down_proj" for n in range(LAYERS)]
     assert list(config.resolved(names)[0].values()) == [3, 3, 4, 4, 4, 4]
@@ -250,7 +250,7 @@ def test_biases_of_b_are_truncated_whole(base: Base, tmp_path: Path) -> None:
     exact, cut = (composed(experts, BLENDED).write(tmp_path / str(rank), max_rank=rank) for rank in (32, 2))
     states = [merged_by_peft(base("qwen2"), folder) for folder in (exact, cut)]
     name = "model.layers.3.self_attn.v_proj"
-    assert read_adapter_config(cut / "adapter_config.json").resolved([name])[0] == {name: 2}
+    assert AdapterConfig.read(cut / "adapter_config.json").resolved([name])[0] == {name: 2}
     close(states[1][f"{name}.bias"], states[0][f"{name}.bias"])
     own = load_base(base("qwen2")).state_dict()[f"{name}.weight"].double()
     changes = [state[f"{name}.weight"].double() - own for state in states]
@@ -513,7 +513,7 @@ def test_unknown_keys_are_ignored_with_a_warning(base: Base, tmp_path: Path, run
     config.write_text(json.dumps(content))
     for version in (None, "0.5.0", "0.21.9"):
         config.write_text(json.dumps(content | {"peft_version": version}))
-        assert read_adapter_config(config).unknown == ("enable_lora", "lorap_lr_ratio")
+        assert AdapterConfig.read(config).unknown == ("enable_lora", "lorap_lr_ratio")
     result = run(
         "compose",
         "-t",
@@ -532,4 +532,4 @@ def test_unknown_keys_are_ignored_with_a_warning(base: Base, tmp_path: Path, run
     assert "lorap_lr_ratio" not in (tmp_path / "out" / "adapter_config.json").read_text()
     config.write_text(json.dumps(content | {"peft_version": "0.22.0"}))
     with pytest.raises(UnsupportedError):
-        read_adapter_config(config)
+        AdapterConfig.read(config)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import adapterswap
 from adapterswap.experiments.evaluation.results import EvaluationResult, write_result
 from adapterswap.kit.errors import OutputError
-from adapterswap.kit.files.folders import FileKind, OutputKind, atomic_file, atomic_folder, strangers
+from adapterswap.kit.files.folders import FileKind, OutputKind, strangers
 from core.merging.test_kill import checkpoint
 
 Run = Callable[..., Result]
@@ -382,12 +382,12 @@ def test_strangers_by_list_by_names_and_by_subtrees(tmp_path: Path) -> None:
 def test_a_stranger_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for overwrite in (False, True):
-        with atomic_folder(out, kind=KIND, overwrite=overwrite) as folder:
+        with KIND.folder(out, overwrite=overwrite) as folder:
             (folder / "record.json").write_text('{"ours": 1}')
     before = (out / "record.json").read_bytes()
 
     def write() -> None:
-        with atomic_folder(out, kind=KIND, overwrite=True) as folder:
+        with KIND.folder(out, overwrite=True) as folder:
             (folder / "record.json").write_text('{"ours": 2}')
             (out / "thesis").write_text("years of work")
 
@@ -402,7 +402,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     target.write_text("old")
 
     def fail() -> None:
-        with atomic_file(target, kind=FileKind(b"o"), overwrite=True) as file:
+        with FileKind(b"o").file(target, overwrite=True) as file:
             file.write_text("new")
             raise RuntimeError
 
@@ -410,7 +410,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
         fail()
     assert snapshot(tmp_path).keys() == {"recipe.yaml"}
     assert target.read_text() == "old"
-    with atomic_file(target, kind=FileKind(b"o"), overwrite=True) as file:
+    with FileKind(b"o").file(target, overwrite=True) as file:
         file.write_text("new")
     assert target.read_text() == "new"
 

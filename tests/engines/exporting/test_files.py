@@ -22,7 +22,6 @@ from tolerances import close
 import adapterswap as asw
 from adapterswap import AdapterswapError
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.describe import strip
 from adapterswap.kit.errors import (
     ArgumentError,
     BaseModelError,
@@ -474,7 +473,7 @@ def test_inspecting_a_file(pieces: Any, math: Path, base: Path, tmp_path: Path, 
         for name, out, into in (("attn_q", 8, 4), ("ffn_down", 4, 8))
     }
     assert outcome["composed_of"]["experts"].keys() == {"math", "swahili"}
-    assert result.strip == strip(asw.layer_swap(math, tmp_path / "swahili", bottom=1, top=1, num_layers=4)).split("\n")
+    assert result.strip == asw.layer_swap(math, tmp_path / "swahili", bottom=1, top=1, num_layers=4).strip.split("\n")
     shown = run("inspect", path)
     assert shown.exit_code == 0, shown.stderr
     assert "attn_q" in shown.stdout

@@ -27,7 +27,7 @@ pytest.importorskip("xllamacpp")
 from gguf import GGUFReader
 
 from adapterswap.engines.serving import Cache, read_manifest
-from adapterswap.engines.serving.llama_cpp import _answer, plan_llama
+from adapterswap.engines.serving.llama_cpp import LlamaLaunch, _answer
 from adapterswap.engines.serving.llama_engine import running
 from adapterswap.engines.serving.pieces import PieceComposer
 from adapterswap.kit.errors import ArgumentError, RunError
@@ -286,7 +286,7 @@ def impatient(
     composer = PieceComposer(read_manifest(folder), str(bases("llama")[0]), Cache(tmp_path / "cache"))
     composer.write()
     options = ("--ctx-size", "100000", "--parallel", "1", "--threads", "1")
-    launch = plan_llama(composer, patient_gguf, options)
+    launch = LlamaLaunch.plan(composer, patient_gguf, options)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         with running(launch.command, launch.engine_port) as engine:
@@ -348,7 +348,7 @@ def test_keys_come_from_a_file_or_the_environment(
     path = tmp_path / "keys"
     path.write_text("first\n\nsecond\n")
     monkeypatch.setenv("LLAMA_API_KEY", "third")
-    launch = plan_llama(composer, gguf, ["--api-key-file", str(path)])
+    launch = LlamaLaunch.plan(composer, gguf, ["--api-key-file", str(path)])
     assert set(launch.keys) == {"first", "second", "third"}
     assert not {"first", str(path)} & set(launch.command)
     assert "first" not in repr(launch)
@@ -358,4 +358,4 @@ def test_keys_come_from_a_file_or_the_environment(
     path.write_text("\n")
     for options in (["--api-key-file", str(path)], ["--api-key", "first"], ["--api-key=first"], ["--port"]):
         with refused(ArgumentError, "arguments"):
-            plan_llama(composer, gguf, options)
+            LlamaLaunch.plan(composer, gguf, options)

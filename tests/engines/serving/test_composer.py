@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
-from adapterswap.core.changes import copies
-from adapterswap.core.changes.copies import is_one_weight
+from adapterswap.core.changes.copies import Comparable
 from adapterswap.engines.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
 from adapterswap.engines.serving.vllm import choose_rank
 from adapterswap.kit.errors import BaseModelError, ExpertError, RunError, UnsupportedError
@@ -461,7 +460,8 @@ def test_copies_of_the_base_are_compared_once(
     carry_copies(load(tmp_path / "base").to(torch.bfloat16), experts)
     served = NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
     compared = []
-    monkeypatch.setattr(copies, "is_one_weight", lambda *both: compared.append(both) or is_one_weight(*both))
+    same = Comparable.is_one_with
+    monkeypatch.setattr(Comparable, "is_one_with", lambda *both: compared.append(both) or same(*both))
     for name in ("math", "swahili", "math+swahili"):
         assert served.folder(name).is_dir()
     assert len(compared) == 2

@@ -26,12 +26,12 @@ from tolerances import close, near, tolerance
 from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.core.experts.adapter import open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.writing.resolving import resolve
+from adapterswap.core.writing.resolving import Resolved
 from adapterswap.experiments.analysis import Changes, choose_threshold, measure, read_fractions
 from adapterswap.experiments.analysis.analyzing import analyze
 from adapterswap.experiments.analysis.interference import FractionTable, Interference, write_fractions
 from adapterswap.experiments.analysis.pictures import describe_fractions, draw_fractions, draw_norms, family_of
-from adapterswap.kit.drawing import style
+from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import DataError
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -542,7 +542,7 @@ def test_a_change_beyond_float32_is_refused_by_name(tmp_path: Path) -> None:
     attempts: list[Callable[[], object]] = [
         lambda: measure(one, name="one"),
         lambda: compare({"one": one, "other": other}),
-        lambda: resolve(compose(threshold, {"one": one, "other": other})),
+        lambda: Resolved.of(compose(threshold, {"one": one, "other": other})),
     ]
     for attempt in attempts:
         with pytest.raises(AdapterswapError, match="overflows F32") as caught:
@@ -560,7 +560,7 @@ def test_pictures_are_readable_at_column_width(width: float) -> None:
     cells = {(layer, module): (layer + 1) / 40 for layer in range(32) for module in MODULES}
     del cells[3, "q_proj"]
     tables = [FractionTable(f"a long name of expert number {i}", None, cells) for i in range(6)]
-    with style():
+    with STYLE.applied():
         made = [draw_fractions(tables, width), draw_norms(norms_of(4), width, relative=True)]
     for figure in made:
         check_figure(figure, width)
@@ -569,7 +569,7 @@ def test_pictures_are_readable_at_column_width(width: float) -> None:
 
 
 def test_families_share_a_colour_and_members_differ() -> None:
-    with style():
+    with STYLE.applied():
         figure = draw_norms(norms_of(4), 6.75, relative=False)
     assert [axes.get_title() for axes in figure.axes] == ["math", "sw"]  # more than six experts: a panel for a family
     lines = {line.get_label(): line for axes in figure.axes for line in axes.lines}
@@ -581,7 +581,7 @@ def test_families_share_a_colour_and_members_differ() -> None:
     assert lines["math0"].get_color() != lines["sw0"].get_color()
     for name, norms in norms_of(4).items():
         assert list(lines[name].get_ydata()) == list(norms.values())
-    with style():
+    with STYLE.applied():
         panels = draw_norms(norms_of(2), 6.75, relative=False).axes
     assert [len(axes.lines) for axes in panels] == [4]
     assert [family_of(name) for name in ("math-2", "swahili #3", "7", "tulu")] == ["math", "swahili", "7", "tulu"]

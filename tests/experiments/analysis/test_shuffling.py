@@ -17,7 +17,7 @@ from adapterswap.experiments.analysis.analyzing import analyze
 from adapterswap.experiments.analysis.interference import Interference
 from adapterswap.experiments.analysis.pictures import draw_interference, draw_meetings
 from adapterswap.experiments.analysis.surveying import Marginals, shuffled_overlap, shuffled_product
-from adapterswap.kit.drawing import style
+from adapterswap.kit.drawing import STYLE
 
 from .test_analyze import compare, deltas, full_expert
 
@@ -123,7 +123,7 @@ def several(expert: Callable[..., Path]) -> tuple[Interference, ...]:
 @pytest.mark.parametrize("width", [3.25, 6.75])
 def test_the_band_is_drawn(several: tuple[Interference, ...], width: float) -> None:
     pair = several[1]
-    with style():
+    with STYLE.applied():
         figure = draw_interference(pair, width)
     check_figure(figure, width)
     cosine, overlap, signs = figure.axes[:3]
@@ -140,7 +140,7 @@ def test_the_band_is_drawn(several: tuple[Interference, ...], width: float) -> N
 
 @pytest.mark.parametrize("width", [3.25, 6.75])
 def test_every_pair_of_experts_in_one_picture(several: tuple[Interference, ...], width: float) -> None:
-    with style():
+    with STYLE.applied():
         figure = draw_meetings(several, width)
     check_figure(figure, width)
     (image,) = figure.axes[0].images

@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.cli import main as command
+from adapterswap.cli.options import leave
 from adapterswap.experiments.evaluation import Settings, evaluate, write_result
 from adapterswap.experiments.evaluation.harness import EvaluatedModel
 from adapterswap.kit.errors import RunError
-from adapterswap.kit.processes import Processes, joined, leave
+from adapterswap.kit.processes import Processes
 
 
 def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[s
 
 
 def main(folder: Path) -> None:
-    with joined("cpu") as processes:
+    with Processes.joined("cpu") as processes:
         told: dict[str, Any] = {"cases": judge(folder, folder / f"process-{processes.rank}", processes)}
         told["squares"] = [processes.shared(range(count), lambda number: number**2) for count in range(6)]
         told["main"] = processes.from_main(processes.rank)

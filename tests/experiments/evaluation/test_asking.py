@@ -17,7 +17,7 @@ import torch
 from tolerances import near
 from transformers import AutoModelForCausalLM
 
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
 from adapterswap.experiments.evaluation.asking import (
     Answer,
@@ -63,7 +63,7 @@ class Torch:
 
     def __init__(self, base: Path) -> None:
         self.described: dict[str, Any] = {}
-        self.tokenizer = open_base(str(base)).tokenizer
+        self.tokenizer = OpenedBase.open(str(base)).tokenizer
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.norm = self.model.model.norm.weight.data.clone()
         self.queued: list[tuple[str, Request]] = []
@@ -105,12 +105,12 @@ def nothing(places: list[str], key: str) -> Iterator[Subject]:
 
 
 def jobs(base: Path, task: str, settings: Settings, places: list[str], *, alone: str = "") -> list[Job]:
-    questions = Questions(open_base(str(base)), (task,), settings)
+    questions = Questions(OpenedBase.open(str(base)), (task,), settings)
 
     def opened(key: str) -> AbstractContextManager[Subject]:
         return nothing(places, key)
 
-    return [Job(key, partial(opened, key), questions, questions.requests(), alone=alone == key) for key in "01234"]
+    return [Job(key, partial(opened, key), questions, alone=alone == key) for key in "01234"]
 
 
 def same(one: EvaluationResult, other: EvaluationResult) -> None:
@@ -130,10 +130,10 @@ def test_cut_outputs_are_counted_beside_likelihoods(
     tasks: tuple[str, ...], engine: Torch, byte_base: Path, settings: Settings
 ) -> None:
     """In both engines, for each request; the reference is the number of tokens that plain torch wrote."""
-    questions = Questions(open_base(str(byte_base)), tasks, settings)
-    job = Job("0", partial(nothing, [], "0"), questions, questions.requests())
+    questions = Questions(OpenedBase.open(str(byte_base)), tasks, settings)
+    job = Job("0", partial(nothing, [], "0"), questions)
     ((result, _),) = evaluated(engine, [job])
-    written = [one for one in job.requests if isinstance(one, Generation)]
+    written = [one for one in questions.requests if isinstance(one, Generation)]
     lengths = [len(answer(engine.as_named("0"), engine.tokenizer, one)) for one in written]
     cut = [length == one.limit for length, one in zip(lengths, written, strict=True)]
     assert any(cut)
@@ -150,12 +150,12 @@ def test_sampled_outputs_of_equal_prompts_are_cut_one_by_one(
     """Two tasks with the same prompts, whose answers are drawn: each is counted by its own answer."""
     tasks, limit = (WRITE, f"{WRITE}@1"), 6
     drawn = replace(settings, max_gen_toks=limit, gen_kwargs={"do_sample": True, "temperature": 0.5})
-    questions = Questions(open_base(str(byte_base)), tasks, drawn)
+    questions = Questions(OpenedBase.open(str(byte_base)), tasks, drawn)
     lengths = [limit, 2, 2, limit, 2, limit]  # tokens of each answer
-    word, end = engine.tokenizer("a")["input_ids"][0], questions.requests()[0].ends[0]
+    word, end = engine.tokenizer("a")["input_ids"][0], questions.requests[0].ends[0]
     answers = {
         request: (word,) * limit if length == limit else (word, end)
-        for request, length in zip(questions.requests(), lengths, strict=True)
+        for request, length in zip(questions.requests, lengths, strict=True)
     }
     result = questions.scores(answers, {})
     assert sorted(sample.cut for sample in result.samples) == [False] * 3 + [True] * 3
@@ -203,20 +203,20 @@ def test_what_is_abandoned_is_dropped(engine: Torch, byte_base: Path, settings: 
 
 
 def test_equal_requests_are_asked_once_unless_sampled(byte_base: Path, settings: Settings) -> None:
-    base = open_base(str(byte_base))
-    greedy = Questions(base, (WRITE, f"{WRITE}@1"), settings).requests()
+    base = OpenedBase.open(str(byte_base))
+    greedy = Questions(base, (WRITE, f"{WRITE}@1"), settings).requests
     assert len(greedy) == 3
     drawn = replace(settings, gen_kwargs={"do_sample": True, "temperature": 0.5})
-    sampled = Questions(base, (WRITE,), drawn).requests()
+    sampled = Questions(base, (WRITE,), drawn).requests
     seeds = [one.seed for one in sampled if isinstance(one, Generation)]
     assert len(set(seeds)) == 3
     assert all(isinstance(one, Generation) and dict(one.sampling)["temperature"] == 0.5 for one in sampled)
 
 
 def test_what_does_not_fit_is_refused_before_an_engine_is_asked(byte_base: Path) -> None:
-    questions = Questions(open_base(str(byte_base)), (WRITE,), Settings(limit=1, max_gen_toks=20000))
+    questions = Questions(OpenedBase.open(str(byte_base)), (WRITE,), Settings(limit=1, max_gen_toks=20000))
     with pytest.raises(ArgumentError) as refusal:
-        questions.requests()
+        assert questions.requests
     assert refusal.value.found[0].parameter == "max_gen_toks"
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.languages import is_same_language, language_of, language_share
-from adapterswap.experiments.evaluation.subjects import prepare_evaluation
+from adapterswap.experiments.evaluation.subjects import Evaluation
 from adapterswap.kit.errors import ArgumentError, DependencyError
 
 SWAHILI = "Roger ana mipira mitano ya tenisi. Ananunua makopo mawili zaidi ya mipira ya tenisi."
@@ -116,5 +116,5 @@ def test_tasks_without_answers_in_a_language_are_refused(tmp_path: Path, byte_ba
     name = make_task(tmp_path, "xx")
     settings = Settings(include_path=tmp_path, language_fidelity=True)
     with refused(ArgumentError, parameter="language_fidelity"):
-        prepare_evaluation(byte_base, [name], settings=settings)
-    prepare_evaluation(byte_base, [name], settings=Settings(include_path=tmp_path))
+        Evaluation.prepare(byte_base, [name], settings=settings)
+    Evaluation.prepare(byte_base, [name], settings=Settings(include_path=tmp_path))

@@ -8,7 +8,7 @@ from pathlib import Path
 import choices
 
 import adapterswap
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.subjects import load_subject
 
@@ -21,8 +21,8 @@ def test_merged_then_evaluated_is_live_then_evaluated(
         task="math", language="swahili", bottom=2, top=1, bottom_transition=1, base_model=str(byte_base)
     )
     plan = adapterswap.compose(composition, {name: byte_expert(name) for name in ("math", "swahili")})
-    merged = open_base(str(adapterswap.merge(plan, out_path=tmp_path / "merged")))
-    live = open_base(str(byte_base))
+    merged = OpenedBase.open(str(adapterswap.merge(plan, out_path=tmp_path / "merged")))
+    live = OpenedBase.open(str(byte_base))
     assert isinstance(plan, adapterswap.Plan)
     reports = []
     for base, composed in ((live, plan), (merged, None), (live, None)):

@@ -18,7 +18,7 @@ from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.harness import in_batches
 from adapterswap.kit.errors import ArgumentError
-from adapterswap.kit.processes import joined
+from adapterswap.kit.processes import Processes
 
 from .in_processes import judge
 from .test_evaluate import Model, memorizer
@@ -140,7 +140,7 @@ def test_an_error_of_all_is_reported_once(folder: Path) -> None:
 
 def test_a_numbered_device_is_refused_for_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with refused(ArgumentError, "device"), joined("cuda:1"):
+    with refused(ArgumentError, "device"), Processes.joined("cuda:1"):
         pass
 
 

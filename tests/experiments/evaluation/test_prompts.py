@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 import adapterswap
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.evaluating import preview
-from adapterswap.experiments.evaluation.subjects import prepare_evaluation
+from adapterswap.experiments.evaluation.subjects import Evaluation
 from adapterswap.kit.errors import ArgumentError, BaseModelError, DataError
 
 from .conftest import CHAT, byte_tokenizer
@@ -267,7 +267,7 @@ def test_a_token_without_a_row_is_named_before_the_weights_are_loaded(
         task = yaml.safe_load((folder / "own.yaml").read_text()) | more
         (folder / "own.yaml").write_text(yaml.safe_dump(task))
     with refused(BaseModelError, "base_model", match=r"'<\|new\|>'.* 259"):
-        prepare_evaluation(enlarged, ["own"], settings=Settings(include_path=folder))
+        Evaluation.prepare(enlarged, ["own"], settings=Settings(include_path=folder))
 
 
 def test_a_larger_tokenizer_is_taken_where_prompts_do_not_use_its_tokens(enlarged: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_composition_is_evaluated_with_the_template_of_the_merged_model(
     begins: str,
 ) -> None:  # fmt: skip
     plan = adapterswap.compose(adapterswap.Composition(experts=pair(task, language), bottom=1, top=1))
-    prepared = prepare_evaluation(byte_base, TASK, plan=plan, chat_template_from=chosen, settings=settings())
+    prepared = Evaluation.prepare(byte_base, TASK, plan=plan, chat_template_from=chosen, settings=settings())
     (previewed,) = prepared.preview()
     assert previewed.prompt.startswith(begins)
     assert ("companions" in prepared.subject) == (begins != "<user>")
@@ -336,7 +336,7 @@ def test_an_adapter_is_evaluated_with_its_own_tokenizer(
 ) -> None:
     """Its template, and the token at which the merged model would stop."""
     expert = with_tokenizer(byte_expert("math"), tmp_path / "math", OURS, eos_token="<pad>")
-    prepared = prepare_evaluation(byte_base, TASK, adapter=expert, settings=settings())
+    prepared = Evaluation.prepare(byte_base, TASK, adapter=expert, settings=settings())
     assert prepared.base.tokenizer.eos_token == "<pad>"
     assert prepared.subject["companions"] == {"tokenizer": "adapter", "chat_template": "adapter"}
     assert prepared.companions.prompt_lines
@@ -348,7 +348,7 @@ def test_an_adapter_is_evaluated_with_its_own_tokenizer(
 def test_a_template_of_nobody_cannot_be_chosen(byte_base: Path, byte_expert: Callable[[str], Path]) -> None:
     for chosen in ("nobody", "adapter"):
         with refused(ArgumentError, "chat_template_from"):
-            prepare_evaluation(
+            Evaluation.prepare(
                 byte_base, TASK, adapter=byte_expert("math"), chat_template_from=chosen, settings=settings()
             )
 
@@ -377,7 +377,7 @@ def test_all_cells_of_a_sweep_have_the_tokenizer_that_the_recipe_names(
     byte_base: Path, pair: Callable[..., dict[str, str]], tmp_path: Path, chosen: str, begins: str
 ) -> None:
     """Also cells that are reduced first, and cells without its owner."""
-    from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_run, sweep
+    from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, sweep
 
     places = pair(OURS, THEIRS)
     recipe = SweepRecipe.model_validate({
@@ -392,7 +392,7 @@ def test_all_cells_of_a_sweep_have_the_tokenizer_that_the_recipe_names(
     assert prepared.described["companions"] == {"tokenizer": chosen, "chat_template": chosen}
     run = sweep(prepared, tmp_path / "run", device="cpu")
     assert len(run.results) == 5
-    assert read_run(tmp_path / "run").described["recipe"]["tokenizer"] == chosen
+    assert Run.read(tmp_path / "run").described["recipe"]["tokenizer"] == chosen
     composed = {str(result.cell.composition.get("tokenizer")) for result in run.results if "+" in result.cell.short}
     assert composed == {chosen}
 

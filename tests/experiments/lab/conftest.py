@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab, run_lab
+from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     scene = replace(SCENES["gap"], math_rows=1500, language_rows=1500)
     folder = tmp_path_factory.mktemp("lab") / "run"
     reports: list[tuple[int, str, float]] = []
-    study = run_lab(
-        plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120)), tell=lambda *news: reports.append(news)
-    )  # fmt: skip
+    plan = plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120))
+    study = plan.run(tell=lambda *news: reports.append(news))
     return Run(study, folder, reports)

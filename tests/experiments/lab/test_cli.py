@@ -50,14 +50,14 @@ def test_the_scene_on_the_pretrained_model_says_what_to_install(
 
 
 def test_without_a_terminal_each_stage_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run(plan: Any, *, tell: Callable[[str, float], None]) -> Any:
+    def run(*, tell: Callable[[str, float], None]) -> Any:
         for stage in ("base", "test problems", "report"):
             for share in (0.0, 0.5, 1.0):
                 tell(stage, share)
         return SimpleNamespace(to_json=dict)
 
-    monkeypatch.setattr("adapterswap.experiments.lab.french.plan_french", lambda *args, **kwargs: None)
-    monkeypatch.setattr("adapterswap.experiments.lab.french.run_french", run)
+    plan = SimpleNamespace(run=run)
+    monkeypatch.setattr("adapterswap.experiments.lab.french.plan_french", lambda *args, **kwargs: plan)
     target = str(tmp_path / "out")
     result = CliRunner().invoke(main, ["lab", "--scene", "french", "--out-path", target, "--json"])
     assert json.loads(result.stdout) == {"dry_run": False}

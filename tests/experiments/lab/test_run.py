@@ -17,13 +17,13 @@ from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import AdapterswapError, layer_swap
-from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab, run_lab
+from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab
 from adapterswap.experiments.lab.bases import write_base
 from adapterswap.experiments.lab.run import CAVEAT, LAB, results, tables
 from adapterswap.experiments.lab.scenes import draw_problems
 from adapterswap.experiments.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult, exact_match
 from adapterswap.kit.errors import BaseModelError
-from adapterswap.kit.files.folders import check_target, strangers
+from adapterswap.kit.files.folders import strangers
 
 from .conftest import Run
 
@@ -114,7 +114,7 @@ def test_which_folders_may_be_replaced(run: Run, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "lab-run")
     record = tmp_path / "lab-run" / "results.json"
     assert strangers(record.parent, LAB) == []
-    check_target(record.parent, kind=LAB, overwrite=True)
+    LAB.check(record.parent, overwrite=True)
     for name in ("thesis.txt", "seed-0/math/thesis.txt", "seed-0/mine/adapter_config.json"):
         path = record.parent / name
         path.parent.mkdir(exist_ok=True)
@@ -172,5 +172,5 @@ def test_tables_show_means_spreads_and_paired_differences() -> None:
 def test_a_failing_seed_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = replace(SCENES["gap"], math_rows=0)
     with pytest.raises(AdapterswapError):
-        run_lab(plan_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)))
+        plan_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)).run()
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
-from adapterswap.experiments.training import TrainRecipe, read_train_recipe, train
+from adapterswap.experiments.training import TrainRecipe, train
 from adapterswap.experiments.training.recipe import DatasetSource, Template
 from adapterswap.kit.files.yaml import shipped_recipes
 
@@ -96,7 +96,7 @@ def rows_like(source: DatasetSource) -> list[dict[str, Any]]:
 
 def small_recipe(name: str, standin: Base, folder: Path) -> TrainRecipe:
     """The shipped recipe `name`, on a stand-in base and rows, for two steps of two rows."""
-    shipped = read_train_recipe(shipped_recipes()[name])
+    shipped = TrainRecipe.read(shipped_recipes()[name])
     speaks_of_layers = shipped.adapter.layers or shipped.adapter.partition or shipped.simultaneous
     base = standin(shipped.base_model, layers=LAYERS if speaks_of_layers else 4)
     settings = [
@@ -112,7 +112,7 @@ def small_recipe(name: str, standin: Base, folder: Path) -> TrainRecipe:
         place = f"datasets.{source_names(name)[position]}"
         settings += [f"{place}.path={path}", f"{place}.split=train"]
         settings += [f"{place}.{key}=null" for key in ("name", "data_files", "data_dir", "revision")]
-    return read_train_recipe(shipped_recipes()[name], settings)
+    return TrainRecipe.read(shipped_recipes()[name], settings)
 
 
 def _a_start(base: Path, folder: Path) -> Path:

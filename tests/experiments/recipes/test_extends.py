@@ -11,9 +11,9 @@ from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapterswap.experiments.training import read_train_recipe
+from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.errors import AdapterswapError
-from adapterswap.kit.files.yaml import Layer, load_layers, merge_layers, read_content, writer
+from adapterswap.kit.files.yaml import Layer, merge_layers, read_content
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -31,7 +31,7 @@ def content(path: Path, *overrides: str) -> dict[str, Any]:
 
 def error_of(path: Path) -> str:
     with pytest.raises(AdapterswapError) as caught:
-        read_train_recipe(path)
+        TrainRecipe.read(path)
     return str(caught.value).replace(f"{path.parent}/", "")
 
 
@@ -137,7 +137,7 @@ def test_mistakes_in_overrides_are_not_blamed_on_a_file(tmp_path: Path) -> None:
         recipe="extends: data.yaml",
     )
     with pytest.raises(AdapterswapError) as caught:
-        read_train_recipe(path, ["datasets.0.samples=0", "training.epochs=0"])
+        TrainRecipe.read(path, ["datasets.0.samples=0", "training.epochs=0"])
     assert [str(problem).removeprefix(f"{tmp_path}/").split(" is ")[0] for problem in caught.value.problems] == [
         "recipe.yaml: datasets.0.samples",
         "recipe.yaml: training.epochs",
@@ -155,14 +155,14 @@ def test_local_paths_are_relative_to_the_file_that_contains_them(tmp_path: Path)
     )
     for name in ("shared/rows.jsonl", "recipes/rows.jsonl", "shared/held.jsonl", "shared/flores.txt"):
         (tmp_path / name).write_text("")
-    recipe = read_train_recipe(path)
+    recipe = TrainRecipe.read(path)
     assert [source.path for source in recipe.datasets] == ["../shared/rows.jsonl", "org/rows", "rows.jsonl"]
     assert recipe.validation is not None
     assert recipe.validation.datasets is not None
     assert recipe.validation.datasets[0].path == "../shared/held.jsonl"
     assert recipe.hygiene is not None
     assert recipe.hygiene.overlap == ["mgsm", "../shared/flores.txt"]
-    changed = read_train_recipe(path, ["datasets.own.path=rows.jsonl"])  # as everything on the command line
+    changed = TrainRecipe.read(path, ["datasets.own.path=rows.jsonl"])  # as everything on the command line
     assert changed.datasets[0].path == "rows.jsonl"
 
 
@@ -173,7 +173,7 @@ def test_named_sources_are_added_changed_and_removed(tmp_path: Path) -> None:
         two="datasets: {c: {path: org/c, text: '{t}'}}",
         recipe="extends: [one.yaml, two.yaml]\nbase_model: b\ndatasets: {a: null, b: {samples: 3}}",
     )
-    recipe = read_train_recipe(path, ["datasets.c.samples=5"])
+    recipe = TrainRecipe.read(path, ["datasets.c.samples=5"])
     assert [(source.path, source.samples) for source in recipe.datasets] == [("org/b", 3), ("org/c", 5)]
 
 
@@ -212,7 +212,7 @@ def test_every_value_is_attributed_to_its_file(contents: list[dict[str, Any]]) -
             for key, inner in value.items():
                 walk(inner, (*location, key))
         elif location:
-            source = writer(layers, location)
+            source = Layer.that_sets(layers, location)
             assert source is not None
             there: Any = contents[int(str(source))]
             for step in location:
@@ -234,4 +234,4 @@ def test_merging_in_steps_equals_merging_at_once(contents: list[dict[str, Any]])
 
 def test_a_recipe_without_fragments_is_one_layer(tmp_path: Path) -> None:
     path = write(tmp_path, recipe="a: 1")
-    assert load_layers(path) == [Layer(path, {"a": 1})]
+    assert Layer.of_recipe(path) == [Layer(path, {"a": 1})]

@@ -12,8 +12,8 @@ from click.testing import Result
 from refusals import refused
 
 from adapterswap.experiments.permitted import ENGINE, GENERATION
-from adapterswap.experiments.sweeps import SweepRecipe, read_sweep_recipe
-from adapterswap.experiments.training.recipe import read_train_recipe
+from adapterswap.experiments.sweeps import SweepRecipe
+from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.yaml import shipped_recipes
 
@@ -54,7 +54,7 @@ def test_a_sweep_passes_on_only_what_is_listed(run: Callable[..., Result], tmp_p
     key = "gen_kwargs" if "gen_kwargs" in SETTINGS[name] else "engine_args"
     path = written(tmp_path / "sweep.yaml", {**SWEEP, "settings": SETTINGS[name]})
     with refused(FieldError, f"settings.{key}.{name}", match=str(path)):
-        read_sweep_recipe(path)
+        SweepRecipe.read(path)
     checked = run("recipes", "validate", path)
     assert checked.exit_code == 1
     assert name in checked.output
@@ -66,24 +66,24 @@ def test_a_fragment_is_a_file_too(tmp_path: Path) -> None:
     fragment = written(tmp_path / "fragment.yaml", {"settings": SETTINGS["custom_generate"]})
     path = written(tmp_path / "sweep.yaml", {**SWEEP, "extends": "fragment.yaml", "settings": {"num_fewshot": 0}})
     with refused(FieldError, "settings.gen_kwargs.custom_generate", match=str(fragment)):
-        read_sweep_recipe(path)
+        SweepRecipe.read(path)
 
 
 def test_what_you_type_is_your_own(tmp_path: Path) -> None:
     path = written(tmp_path / "sweep.yaml", {**SWEEP, "settings": {"gen_kwargs": {"temperature": 0.5}}})
     typed = ["settings.engine=vllm", "settings.engine_args.scheduler_cls=own.Scheduler"]
     typed += ["settings.gen_kwargs.custom_generate=own"]
-    settings = read_sweep_recipe(path, typed).settings
+    settings = SweepRecipe.read(path, typed).settings
     assert settings.engine_args == {"scheduler_cls": "own.Scheduler"}
     assert settings.gen_kwargs == {"temperature": 0.5, "custom_generate": "own"}
-    whole = read_sweep_recipe(path, ["settings={gen_kwargs: {custom_generate: own}}"]).settings
+    whole = SweepRecipe.read(path, ["settings={gen_kwargs: {custom_generate: own}}"]).settings
     assert whole.gen_kwargs == {"custom_generate": "own"}
     in_python = SweepRecipe(**SWEEP, settings={"gen_kwargs": {"custom_generate": "own"}})
     assert in_python.settings.gen_kwargs == {"custom_generate": "own"}
     bad = written(tmp_path / "bad.yaml", {**SWEEP, "settings": SETTINGS["custom_generate"]})
     with refused(FieldError, "settings.gen_kwargs.trust_remote_code"):  # one that you replace does not excuse another
-        read_sweep_recipe(bad, ["settings.gen_kwargs.custom_generate=null"])
-    assert read_sweep_recipe(bad, ["settings.gen_kwargs={temperature: 1}"]).settings.gen_kwargs == {"temperature": 1}
+        SweepRecipe.read(bad, ["settings.gen_kwargs.custom_generate=null"])
+    assert SweepRecipe.read(bad, ["settings.gen_kwargs={temperature: 1}"]).settings.gen_kwargs == {"temperature": 1}
 
 
 def test_usual_settings_pass(tmp_path: Path) -> None:
@@ -93,16 +93,16 @@ def test_usual_settings_pass(tmp_path: Path) -> None:
         "gen_kwargs": {**dict.fromkeys(sorted(GENERATION), 1), "until": ["\n", "."], "bad_words_ids": [[1, 2], [3]]},
     }
     path = written(tmp_path / "sweep.yaml", {**SWEEP, "settings": settings})
-    assert read_sweep_recipe(path).settings.engine_args == settings["engine_args"]
+    assert SweepRecipe.read(path).settings.engine_args == settings["engine_args"]
     for recipe in shipped_recipes("sweep").values():
-        read_sweep_recipe(recipe)
+        SweepRecipe.read(recipe)
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_training_reads_files_and_the_hub(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / "train.yaml", {"base_model": "org/base", "datasets": [{**ROWS[name], "text": "{t}"}]})
     with refused(FieldError, "datasets.0", match=str(path)):
-        read_train_recipe(path)
+        TrainRecipe.read(path)
 
 
 def test_usual_rows_pass(tmp_path: Path) -> None:
@@ -116,6 +116,6 @@ def test_usual_rows_pass(tmp_path: Path) -> None:
     ]
     datasets = [{**source, "text": "{t}"} for source in usual]
     path = written(tmp_path / "train.yaml", {"base_model": "org/base", "datasets": datasets})
-    assert len(read_train_recipe(path).datasets) == len(usual)
+    assert len(TrainRecipe.read(path).datasets) == len(usual)
     for recipe in shipped_recipes("train").values():
-        read_train_recipe(recipe)
+        TrainRecipe.read(recipe)

@@ -12,8 +12,8 @@ import pytest
 from adapterswap.experiments.evaluation.downloaded import is_flores
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.evaluation.tasks import split_shots
-from adapterswap.experiments.sweeps.recipe import read_sweep_recipe
-from adapterswap.experiments.training import read_train_recipe
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
+from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.files.yaml import find_recipe, shipped_recipes
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reproducing.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def options(words: list[str], *names: str) -> list[str]:
 @pytest.mark.parametrize("line", [line for line in LINES if line.split()[1] == "train"], ids=lambda line: line[18:70])
 def test_recipes_and_their_changes_are_read(line: str) -> None:
     words = shlex.split(line)
-    recipe = read_train_recipe(find_recipe(words[2], "train"), options(words, "--set"))
+    recipe = TrainRecipe.read(find_recipe(words[2], "train"), options(words, "--set"))
     tasks = recipe.selection.tasks if recipe.selection else []
     assert bool(tasks) == ("selection" in line)
 
@@ -51,7 +51,7 @@ def test_files_are_written_before_they_are_read(tmp_path: Path) -> None:
         local = [path for path in read if not path.startswith("meta-llama/") and path != "base"]
         assert written.issuperset(local), f"{line}: {set(local) - written}"
         if command == "train" and "--dry-run" not in words:
-            written.update(out or [str(read_train_recipe(find_recipe(words[2], "train")).out_path)])
+            written.update(out or [str(TrainRecipe.read(find_recipe(words[2], "train")).out_path)])
         elif command == "compose" and words[2] in shipped_recipes("compose"):
             experts = re.findall(r"experts/[\w./-]+", _with_fragments(words[2]))
             assert written.issuperset(experts), f"{line}: {set(experts) - written}"
@@ -59,7 +59,7 @@ def test_files_are_written_before_they_are_read(tmp_path: Path) -> None:
         elif "--dry-run" not in words:
             written.update(out)
     assert {"composed/swap", "merged/swap", "runs/swahili"} <= written
-    sweep = read_sweep_recipe(_sweep(tmp_path))
+    sweep = SweepRecipe.read(_sweep(tmp_path))
     used = [
         *sweep.task_experts.values(),
         *sweep.language_experts.values(),
@@ -88,7 +88,7 @@ def test_tasks_are_known(tmp_path: Path) -> None:
 
     known = {*TaskManager().all_tasks, *mgsm_task_names()}
     named = {task for line in LINES for value in options(shlex.split(line), "--tasks") for task in value.split(",")}
-    sweep = read_sweep_recipe(_sweep(tmp_path))
+    sweep = SweepRecipe.read(_sweep(tmp_path))
     assert isinstance(sweep.tasks, list)
     named |= {*sweep.tasks, *sweep.retention, *re.findall(r"belebele_\w+|global_mmlu_full_\w+", PAGE)}
     assert len(named) > 8
@@ -97,7 +97,7 @@ def test_tasks_are_known(tmp_path: Path) -> None:
 
 
 def test_the_page_counts_its_sweep_correctly(tmp_path: Path) -> None:
-    sweep = read_sweep_recipe(_sweep(tmp_path))
+    sweep = SweepRecipe.read(_sweep(tmp_path))
     swaps = next(family for family in sweep.compositions if family.name == "layer swap")
     others = [family for family in sweep.compositions if family is not swaps]
     assert sum(max(1, len(family.partition)) for family in others) == 5

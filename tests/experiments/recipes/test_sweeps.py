@@ -16,7 +16,7 @@ from adapterswap import compose, merge
 from adapterswap.core.methods.registry import all_methods
 from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.evaluation.tasks import split_shots
-from adapterswap.experiments.sweeps.recipe import SweepRecipe, read_sweep_recipe
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.kit.files.yaml import shipped_recipes
 
 from .standins import BYTES, CHAT, SPECIAL, byte_tokenizer
@@ -45,7 +45,7 @@ def checkpoint(folder: Path, config: PretrainedConfig, seed: int) -> Path:
 
 def on_standins(name: str, folder: Path) -> tuple[SweepRecipe, list[str]]:
     """The shipped sweep, and the settings that put full checkpoints of random weights in the place of its own."""
-    shipped = read_sweep_recipe(shipped_recipes()[name])
+    shipped = SweepRecipe.read(shipped_recipes()[name])
     named = {
         "base_model": shipped.base_model,
         **{f"task_experts.{expert}": place for expert, place in shipped.task_experts.items()},
@@ -76,7 +76,7 @@ def test_its_tasks_are_known(name: str) -> None:
 
     from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 
-    shipped = read_sweep_recipe(shipped_recipes()[name])
+    shipped = SweepRecipe.read(shipped_recipes()[name])
     stems = {split_shots(task)[0] for task in (*shipped.tasks, *shipped.retention)}
     stems = {stem.replace("mgsm_rev2", "mgsm") for stem in stems}
     assert stems <= {*TaskManager().all_tasks, *mgsm_task_names()}
@@ -87,7 +87,7 @@ NOT_POSSIBLE = {"adamergex", "core_ties", "core_dare_ties", "linear"}
 
 
 def test_mergebench_has_every_method_of_two_experts() -> None:
-    shipped = read_sweep_recipe(shipped_recipes()["sweep/llama-3.2-3b/mergebench"])
+    shipped = SweepRecipe.read(shipped_recipes()["sweep/llama-3.2-3b/mergebench"])
     compared = {str(method) for family in shipped.compositions for method in family.method}
     assert {"layer_swap", *compared, *shipped.baselines} >= all_methods().keys() - NOT_POSSIBLE
 
@@ -96,7 +96,7 @@ def test_lightons_layers_can_be_read_off_the_released_swap(run: Run, tmp_path: P
     """docs/recipes.md: in the layers of the swap, released and English experts have a cosine of 1."""
     config = BASES["sweep/qwen3-8b-base/lighton-swahili"]
     places = [checkpoint(tmp_path / name, config, seed) for seed, name in enumerate(("base", "english", "swahili"))]
-    shipped = read_sweep_recipe(shipped_recipes()["sweep/qwen3-8b-base/lighton-swahili"])
+    shipped = SweepRecipe.read(shipped_recipes()["sweep/qwen3-8b-base/lighton-swahili"])
     for family in shipped.compositions[:2]:
         assert family.rules is not None
         experts = {"english": str(places[1]), "swahili": str(places[2])}

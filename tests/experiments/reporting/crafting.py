@@ -12,7 +12,7 @@ from urllib.parse import quote
 import numpy as np
 
 from adapterswap.experiments.sweeps.grid import Cell, make_cells
-from adapterswap.experiments.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks, target_groups
+from adapterswap.experiments.sweeps.recipe import DocumentSplit, SweepRecipe, SweepTasks
 from adapterswap.experiments.sweeps.results import CellResult, TaskInfo, TaskValue
 
 HOSTILE = (
@@ -84,7 +84,7 @@ def craft(
         shutil.rmtree(folder)
     (folder / "samples").mkdir(parents=True)
     (folder / "prompts").mkdir()
-    languages = {name: tuple(tasks) for name, tasks in target_groups(requested).items()}
+    languages = {name: tuple(tasks) for name, tasks in requested.target_groups().items()}
     target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
     cells = make_cells(requested, SweepTasks(languages, tuple(requested.retention)), 32).cells
     select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))

@@ -14,7 +14,7 @@ from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.latex import latex_table
 from adapterswap.experiments.reporting.statistics import bootstrap
 from adapterswap.experiments.reporting.writing import render_page, report
-from adapterswap.experiments.sweeps import read_run
+from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
 from adapterswap.experiments.sweeps.summary import summarize
 
@@ -50,13 +50,13 @@ def test_the_plus_minus_of_a_page_is_the_deviation_over_its_units(tmp_path: Path
     found = report(craft(tmp_path / "run", documents=8))
     for name, spread in row(found, "soup").tasks.items():
         values = [result.results[name].mean_over(found_docs(found, name, tmp_path / "run"))
-                  for result in read_run(tmp_path / "run").results if result.cell.family == "soup"]  # fmt: skip
+                  for result in Run.read(tmp_path / "run").results if result.cell.family == "soup"]  # fmt: skip
         assert spread.deviation == pytest.approx(np.std([value for value in values if value is not None], ddof=1))
         assert f"{spread.mean:.3f} ± {spread.deviation:.3f}" in render_page(found)
 
 
 def found_docs(_: Report, name: str, run: Path) -> tuple[int, ...]:
-    return read_run(run).tasks[name].report
+    return Run.read(run).tasks[name].report
 
 
 def test_a_difference_of_shares_is_never_beyond_one(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_five_pairs_are_too_few_for_wilcoxon(tmp_path: Path) -> None:
 @pytest.mark.parametrize("documents", [1, 8])
 def test_a_sweep_says_what_it_chose_on(documents: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sweep of one document has none to choose on."""
-    found: Any = read_run(craft(tmp_path / "run", recipe(**ONE_PAIR), documents=documents))
+    found: Any = Run.read(craft(tmp_path / "run", recipe(**ONE_PAIR), documents=documents))
     _print(summarize(found), found)
     output = capsys.readouterr().out
     assert ("Configurations are chosen on one part" in output) == (documents > 1)

@@ -12,11 +12,11 @@ import pytest
 from pictures import check_figure, check_files, drawn_texts
 
 from adapterswap.experiments.reporting import Report
-from adapterswap.experiments.reporting.figures import PlannedFigure, draw, plan_figures
+from adapterswap.experiments.reporting.figures import PlannedFigure, plan_figures
 from adapterswap.experiments.reporting.statistics import cliques
-from adapterswap.experiments.sweeps import read_run
+from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.kit.drawing import HATCH, column_width, looks, readable_on, save, wrapped
+from adapterswap.kit.drawing import STYLE, column_width, looks, readable_on, save, wrapped
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import Written
@@ -59,14 +59,14 @@ def test_every_figure_is_readable(written: Written, truncated: Report, width: fl
     made = [each for report in (written.report, truncated) for each in plan_figures(report)[0]]
     assert {each.kind for each in made} == KINDS
     for each in made:
-        check_figure(draw(each, width), width)
+        check_figure(each.draw(width), width)
 
 
 def test_files_have_their_fonts_and_the_same_bytes(truncated: Report, tmp_path: Path) -> None:
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
         for each in plan_figures(truncated)[0]:
-            save(draw(each, 3.25), folder, each.name)
+            save(each.draw(3.25), folder, each.name)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     for each in plan_figures(truncated)[0]:
@@ -86,7 +86,7 @@ def test_one_figure_for_each_target_and_landscape(written: Written, truncated: R
 
 def test_scores_are_drawn_as_they_are(written: Written) -> None:
     each = planned(written.report, "scores")
-    (axes,) = draw(each, 3.25).axes
+    (axes,) = each.draw(3.25).axes
     means = [line for line in axes.lines if line.get_marker() in ("D", "o") and line.get_markerfacecolor() != "none"]
     rows = [row for row in written.report.targets[0].rows if row.spread is not None]
     assert [line.get_xdata()[0] for line in means] == [row.spread.mean for row in rows if row.spread]
@@ -118,17 +118,17 @@ def test_intervals_do_not_leave_the_scale(tmp_path: Path) -> None:
     soup = row(report, "soup")
     assert soup.interval is not None
     assert soup.interval[0] >= 0
-    (axes,) = draw(planned(report, "scores"), 3.25).axes
+    (axes,) = planned(report, "scores").draw(3.25).axes
     assert axes.get_xlim()[0] >= 0
     assert axes.get_xlim()[1] <= 1
 
 
 def test_differences_are_those_of_units(written: Written) -> None:
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     outcome = row(written.report, "partition B").difference
     assert outcome is not None
     scores: dict[str, dict[Any, float]] = {"task expert": {}, "partition B": {}}
-    for result in read_run(written.run).results:
+    for result in Run.read(written.run).results:
         if result.cell.family in scores:
             pair = result.cell.task_expert + result.cell.language_expert  # of a task expert alone: (it,)
             docs = result.results[SW].docs
@@ -139,15 +139,15 @@ def test_differences_are_those_of_units(written: Written) -> None:
     each = planned(written.report, "differences")
     (drawn,) = (one for one in each.data["rows"] if one["label"] == "partition B")
     assert [unit["value"] for unit in drawn["units"]] == [value for _, value in outcome.by_unit]
-    (axes,) = draw(each, 3.25).axes
+    (axes,) = each.draw(3.25).axes
     low, high = axes.get_xlim()
     assert low <= 0 <= high
 
 
 def test_missing_cells_are_hatched_and_not_zero(truncated: Report) -> None:
     each = planned(truncated, "landscape")
-    axes = draw(each, 3.25).axes[0]
-    hatched = [patch for patch in axes.patches if patch.get_hatch() == HATCH]
+    axes = each.draw(3.25).axes[0]
+    hatched = [patch for patch in axes.patches if patch.get_hatch() == STYLE.hatch]
     bottoms, tops = each.data["bottoms"], each.data["tops"]
     places = {(bottoms[round(p.get_x() + 0.5)], tops[round(p.get_y() + 0.5)]) for p in hatched}
     assert places == {(3, 2), (5, 0)}
@@ -157,7 +157,7 @@ def test_missing_cells_are_hatched_and_not_zero(truncated: Report) -> None:
     assert sorted(shown) == sorted(f"{cell.mean:.3f}".removeprefix("0") for cell in grid.cells)
     full = [patch for patch in axes.patches if not patch.get_hatch()]
     assert len(full) == 7
-    mesh = next(one for one in draw(each, 3.25).axes[1].collections if one.get_array() is not None)
+    mesh = next(one for one in each.draw(3.25).axes[1].collections if one.get_array() is not None)
     for cell, patch in zip(each.data["cells"], full, strict=True):  # the bar says what the colours mean
         assert patch.get_facecolor() == pytest.approx(mesh.cmap(mesh.norm(cell["mean"])), abs=0.01)
     darkest = min(full, key=lambda patch: sum(patch.get_facecolor()[:3]))
@@ -167,7 +167,7 @@ def test_missing_cells_are_hatched_and_not_zero(truncated: Report) -> None:
 
 def test_lightness_alone_orders_a_landscape(written: Written) -> None:
     """In grayscale, the better cell is darker, and its number is readable."""
-    axes = draw(planned(written.report, "landscape"), 3.25).axes[0]
+    axes = planned(written.report, "landscape").draw(3.25).axes[0]
     full = [patch for patch in axes.patches if not patch.get_hatch()]
     cells = [
         (float(text.get_text().split("\n")[0]), patch.get_facecolor(), text.get_color())
@@ -190,7 +190,7 @@ def test_the_diagram_joins_what_does_not_differ(written: Written) -> None:
     for comparison in ranking.ranks.comparisons:
         assert comparison.nemenyi is not None
         assert (frozenset((comparison.one, comparison.other)) in joined) == (comparison.nemenyi >= 0.05)
-    texts = drawn_texts(draw(each, 6.75))
+    texts = drawn_texts(each.draw(6.75))
     for method, mean in ranking.ranks.mean_ranks.items():
         assert f"{method} {mean:.2f}" in {text.replace("\n", " ") for text in texts}
 
@@ -218,7 +218,7 @@ def test_no_diagram_without_tests(tmp_path: Path) -> None:
 
 
 def test_the_selection_is_followed(written: Written) -> None:
-    run = read_run(written.run)
+    run = Run.read(written.run)
     task = run.tasks[SW]
     (curve,) = written.report.curves
     by_pair: dict[Any, list[Any]] = {}
@@ -236,7 +236,7 @@ def test_the_selection_is_followed(written: Written) -> None:
     selected = row(written.report, "layer_swap, selected").spread
     assert selected is not None
     assert curve.points[-1][2] == pytest.approx(selected.mean)
-    (axes,) = draw(planned(written.report, "selection"), 3.25).axes
+    (axes,) = planned(written.report, "selection").draw(3.25).axes
     dotted, solid = axes.lines
     assert list(dotted.get_ydata()) == [point[1] for point in curve.points]
     assert list(solid.get_ydata()) == [point[2] for point in curve.points]
@@ -246,7 +246,7 @@ def test_the_selection_is_followed(written: Written) -> None:
 def test_the_ticks_of_a_selection_are_whole_and_evenly_spaced(last: int) -> None:
     points = [[number, 0.5, 0.5] for number in range(1, last + 1)]
     data = {"axis": "a task", "curves": [{"family": "layer swap", "points": points}]}
-    (axes,) = draw(PlannedFigure("selection", "selection", 0, "", data), 3.25).axes
+    (axes,) = PlannedFigure("selection", "selection", 0, "", data).draw(3.25).axes
     first, *others = axes.get_xticks()
     assert first == 1
     assert others
@@ -260,7 +260,7 @@ def test_truncation_is_every_cell(truncated: Report) -> None:
     (family,) = each.data["families"]
     assert len(family["points"]) == 9 * 2
     assert {point["error"] for point in family["points"]} == {0.11, 0.26}
-    (line,) = draw(each, 3.25).axes[0].lines
+    (line,) = each.draw(3.25).axes[0].lines
     assert sorted(line.get_ydata()) == sorted(point["score"] for point in family["points"])
 
 
@@ -269,7 +269,7 @@ def test_one_of_everything(tmp_path: Path) -> None:
     requested = recipe(task_experts={"math1": "m"}, language_experts={"sw1": "s"}, retention=[])
     folder = craft(tmp_path / "run", requested, documents=2, values=lambda cell, task: [0.0, 0.0])
     for each in plan_figures(reported(folder))[0]:
-        check_figure(draw(each, 3.25), 3.25)
+        check_figure(each.draw(3.25), 3.25)
         assert "nan" not in repr(each.data)
 
 
@@ -299,7 +299,7 @@ def test_scores_that_differ_only_by_rounding_have_a_scale(written: Written) -> N
     each = planned(written.report, "indicators")
     panels = [{**panel, "points": [[name, x, 0.1 + 0.2 + place * 1e-17] for place, (name, x, _) in
                                    enumerate(panel["points"])]} for panel in each.data["panels"]]  # fmt: skip
-    for axes in draw(replace(each, data={**each.data, "panels": panels}), 3.25).axes:
+    for axes in replace(each, data={**each.data, "panels": panels}).draw(3.25).axes:
         low, high = axes.get_ylim()
         assert high - low > 0.01
         assert len([tick for tick in axes.get_yticks() if low <= tick <= high]) > 1

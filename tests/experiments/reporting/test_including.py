@@ -12,7 +12,7 @@ from scipy import stats
 
 from adapterswap.cli import main
 from adapterswap.experiments.reporting.statistics import holm, rank
-from adapterswap.experiments.sweeps import read_run
+from adapterswap.experiments.sweeps import Run
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import Written
@@ -73,9 +73,9 @@ def test_units_are_those_of_the_named_experts(written: Written) -> None:
     assert row(report, "soup").expected == 4
     assert report.ranking is not None
     assert (report.ranking.ranks.settings, report.ranking.ranks.p) == (4, None)
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     scores = [
-        np.mean([result.results[SW].docs[doc] for doc in task.report]) for result in read_run(written.run).results
+        np.mean([result.results[SW].docs[doc] for doc in task.report]) for result in Run.read(written.run).results
         if result.cell.family == "soup" and (*result.cell.task_expert, *result.cell.language_expert) in pairs
     ]  # fmt: skip
     spread = row(report, "soup").spread

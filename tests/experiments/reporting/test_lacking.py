@@ -21,7 +21,7 @@ from adapterswap.experiments.reporting.latex import csv_table, latex_table
 from adapterswap.experiments.reporting.writing import render_page
 from adapterswap.experiments.sweeps import summarize
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.experiments.sweeps.results import RungResult, read_run
+from adapterswap.experiments.sweeps.results import Run, RungResult
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
 
 from .conftest import Written
@@ -58,7 +58,7 @@ def test_what_a_search_left_out_is_reported(tmp_path: Path) -> None:
         return cell.family != "layer_swap" or cell.composition.get("top", 0) == 2  # 5 and 2 are the papers' defaults
 
     folder = craft(tmp_path / "run", recipe(search={"trials": 5}), documents=8, finished=finished)
-    begun = [cell for cell in read_run(folder).cells if cell.configuration in ("bottom=3,top=0", "bottom=4,top=0")]
+    begun = [cell for cell in Run.read(folder).cells if cell.configuration in ("bottom=3,top=0", "bottom=4,top=0")]
     lines = [json.dumps(RungResult(cell.cell, 2, {}, {}).as_json()) for cell in begun]
     (folder / "rungs.jsonl").write_text("\n".join(lines) + "\n")
     report = reported(folder)
@@ -155,7 +155,7 @@ def test_a_default_row_has_one_configuration(tmp_path: Path, family: dict[str, A
 
 def test_a_sweep_and_its_report_break_ties_alike(tmp_path: Path) -> None:
     folder = craft(tmp_path / "run", documents=6, values=lambda cell, task: [0.1, 0.2, 0.3, 0.1 + 0.2, 0.7, 0.3])
-    run = read_run(folder)
+    run = Run.read(folder)
     backwards = replace(run, results=tuple(reversed(run.results)))
     for each in (run, backwards):
         (swaps,) = (one for one in summarize(each) if one.family == "layer_swap")
@@ -163,7 +163,7 @@ def test_a_sweep_and_its_report_break_ties_alike(tmp_path: Path) -> None:
     chosen = row(reported(folder), "layer_swap, selected").chosen
     assert {one.configuration for one in chosen} == {"bottom=5,top=2"}
     free = craft(tmp_path / "free", recipe(compositions=[{"bottom": [4, 3]}]), values=lambda cell, task: [0.5] * 40)
-    (swaps,) = (one for one in summarize(read_run(free)) if one.family == "layer_swap")
+    (swaps,) = (one for one in summarize(Run.read(free)) if one.family == "layer_swap")
     chosen = row(reported(free), "layer_swap, selected").chosen
     assert {swaps.best} == {one.configuration for one in chosen} == {"bottom=4"}  # no default: the first
 
@@ -340,7 +340,7 @@ def test_configurations_over_other_pairs_are_not_compared(tmp_path: Path) -> Non
 
     requested = recipe(compositions=[{"bottom": [4, 5], "top": [2]}])
     folder = craft(tmp_path / "run", requested, documents=8, finished=finished, values=values)
-    result = next(each for each in summarize(read_run(folder)) if each.family == "layer_swap")
+    result = next(each for each in summarize(Run.read(folder)) if each.family == "layer_swap")
     assert (result.n, result.best) == (10, "bottom=5,top=2")
     assert result.mean == pytest.approx((0.5 + 0.5) / 10)
     (landscape,) = (figure for figure in plan_figures(reported(folder))[0] if figure.kind == "landscape")

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from scipy import stats
 
 from adapterswap.experiments.reporting.writing import _environment
-from adapterswap.experiments.sweeps import read_run
+from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.results import CellResult
 
 from .conftest import Written
@@ -22,7 +22,7 @@ from .reading import EN, SW, TE, reported, row, strict
 
 
 def cells(run: Path, family: str) -> list[CellResult]:
-    return [result for result in read_run(run).results if result.cell.family == family]
+    return [result for result in Run.read(run).results if result.cell.family == family]
 
 
 def mean(result: CellResult, task: str, documents: tuple[int, ...]) -> float:
@@ -30,7 +30,7 @@ def mean(result: CellResult, task: str, documents: tuple[int, ...]) -> float:
 
 
 def test_a_default_is_reported_on_the_report_half(written: Written) -> None:
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     defaults = [result for result in cells(written.run, "layer_swap") if result.cell.default]
     scores = [mean(result, SW, task.report) for result in defaults]
     outcome = row(written.report, "layer_swap, default")
@@ -50,7 +50,7 @@ def test_a_default_is_reported_on_the_report_half(written: Written) -> None:
 
 
 def test_the_best_is_chosen_on_one_half_and_reported_on_the_other(written: Written) -> None:
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     by_pair: dict[Any, list[CellResult]] = {}
     for result in cells(written.run, "layer_swap"):
         by_pair.setdefault((result.cell.task_expert, result.cell.language_expert), []).append(result)
@@ -72,7 +72,7 @@ def test_the_best_is_chosen_on_one_half_and_reported_on_the_other(written: Writt
 
 
 def test_differences_are_paired_by_expert_and_document(written: Written) -> None:
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     soups = {(r.cell.task_expert, r.cell.language_expert): r for r in cells(written.run, "soup")}
     experts = {r.cell.task_expert: r for r in cells(written.run, "task expert")}
     apart = [
@@ -118,7 +118,7 @@ def test_ranks_over_pairs(written: Written) -> None:
 
 
 def test_indicators_have_a_point_for_each_expert(written: Written) -> None:
-    task = read_run(written.run).tasks[SW]
+    task = Run.read(written.run).tasks[SW]
     swaps = row(written.report, "layer_swap, selected").chosen
     (found,) = (
         each for each in written.report.indicators
@@ -190,7 +190,7 @@ def test_the_commands_run(written: Written) -> None:
 def test_every_composition_has_a_command(tmp_path: Path) -> None:
     from adapterswap.experiments.reporting.report import compose_command
 
-    run = read_run(craft(tmp_path / "run", recipe(
+    run = Run.read(craft(tmp_path / "run", recipe(
         compositions=[{"method": "ties", "density": 0.5, "max_rank": 8}, {"weights": "magnitude"}, {"partition": "Z"}],
         soup_sides=True, tasks=[SW], retention=[],
     ), documents=4))  # fmt: skip
@@ -206,7 +206,7 @@ def test_every_composition_has_a_command(tmp_path: Path) -> None:
 def test_settings_of_the_recipe_are_in_the_command(tmp_path: Path) -> None:
     from adapterswap.experiments.reporting.report import evaluate_command
 
-    run = read_run(craft(tmp_path / "run", recipe(settings={"include_path": "own-tasks", "seed": 7}), documents=4))
+    run = Run.read(craft(tmp_path / "run", recipe(settings={"include_path": "own-tasks", "seed": 7}), documents=4))
     run.described["settings"]["seed"] = 7  # as the sweep itself records it
     line = evaluate_command(run, run.results[0].cell)
     assert line.endswith("--include-path own-tasks --sampling-seed 7")

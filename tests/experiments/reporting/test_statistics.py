@@ -14,7 +14,7 @@ from scipy import stats
 
 from adapterswap.experiments.reporting import statistics
 from adapterswap.experiments.reporting.statistics import bootstrap, correlate, standard_error
-from adapterswap.experiments.sweeps.results import read_run
+from adapterswap.experiments.sweeps.results import Run
 
 from .crafting import craft, recipe
 from .reading import reported
@@ -238,7 +238,7 @@ def test_checkpoints_of_one_run_are_one_expert(tmp_path: Path) -> None:
         if own.difference is not None and other.difference is not None:
             assert (own.difference.mean, own.difference.by_unit) == (other.difference.mean, other.difference.by_unit)
             assert (own.difference.over, "documents" in other.difference.over) == (("documents",), True)
-    found = read_run(run)
+    found = Run.read(run)
     task = next(iter(found.tasks.values()))
     soups = [result.results[task.name].docs for result in found.results if result.cell.family == "soup"]
     means = np.mean([[docs[doc] for doc in task.report] for docs in soups], axis=0)  # over pairs, then documents drawn

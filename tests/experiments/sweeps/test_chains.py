@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from adapterswap import evaluate
 from adapterswap.experiments.recipes import check_recipe
 from adapterswap.experiments.reporting.report import compose_command
-from adapterswap.experiments.sweeps import SweepRecipe, read_run, read_samples
+from adapterswap.experiments.sweeps import Run, SweepRecipe, read_samples
 from adapterswap.kit.errors import FieldError
 from experiments.evaluation.conftest import byte_tokenizer
 
@@ -71,7 +71,7 @@ def test_a_chain_is_one_expert(
     assert check_recipe(file) == "sweep"
     result = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    judged = read_run(tmp_path / "run")
+    judged = Run.read(tmp_path / "run")
     assert judged.described["recipe"]["task_experts"] == {"math": {"chain": ["math1", "top"]}}
     math, language = full(world / "base", world / "math1", top), full(world / "base", world / "sw1")
     base = full(world / "base")

@@ -16,7 +16,7 @@ from refusals import refused
 from safetensors.torch import load, save
 
 from adapterswap import AdapterswapError, report
-from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_prompts, read_run, read_samples, sweep
+from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_prompts, read_samples, sweep
 from adapterswap.experiments.sweeps.recording import Recording, recording
 from adapterswap.experiments.sweeps.results import Findings
 from adapterswap.kit.errors import DataError, NotFoundError, OutputError, RunError
@@ -61,8 +61,8 @@ def test_a_torn_line_is_cut_off_and_its_cell_judged_again(run: Path, recipe: Rec
     (run / "cells.jsonl").write_bytes(raw[:-40])
     (run / "samples" / "0123456789ab.jsonl.tmp").write_text("half")
     (run / "sweep.json.tmp").write_text("half")
-    assert len(read_run(run).results) == 2
-    assert [cell.short for cell in read_run(run).unfinished] == ["sw1"]
+    assert len(Run.read(run).results) == 2
+    assert [cell.short for cell in Run.read(run).unfinished] == ["sw1"]
     sweep(recipe(), run, device="cpu")
     assert plain(run) == whole
 
@@ -70,7 +70,7 @@ def test_a_torn_line_is_cut_off_and_its_cell_judged_again(run: Path, recipe: Rec
 def test_a_damaged_line_is_reported_and_not_skipped(run: Path, recipe: Recipe) -> None:
     lines = (run / "cells.jsonl").read_bytes().splitlines(keepends=True)
     (run / "cells.jsonl").write_bytes(lines[0] + b"{}\n" + lines[2])
-    for read in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+    for read in (lambda: Run.read(run), lambda: sweep(recipe(), run, device="cpu")):
         with refused(DataError, match="line 2"):
             read()
 
@@ -184,7 +184,7 @@ def test_results_that_are_not_of_this_sweep_are_refused(kind: str, run: Path) ->
     reason, edit = EDITS[kind]
     edit(run)
     with refused(DataError, match=reason):
-        read_run(run)
+        Run.read(run)
 
 
 TASK = """
@@ -308,14 +308,14 @@ def test_prompts_with_lone_surrogates_are_compared_correctly(tmp_path: Path) -> 
 
 def test_other_folders_are_refused(run: Path, tmp_path: Path) -> None:
     with refused(NotFoundError, "run"):
-        read_run(tmp_path)
+        Run.read(tmp_path)
     content = json.loads((run / "sweep.json").read_text())
     (run / "sweep.json").write_text(json.dumps({**content, "format": 2}))
     with refused(DataError, match="format 2"):
-        read_run(run)
+        Run.read(run)
     (run / "sweep.json").write_text(json.dumps({**content, "tasks": {"a": {}}}))
     with refused(DataError):
-        read_run(run)
+        Run.read(run)
     with pytest.raises(AdapterswapError, match="cannot be read"):
         read_samples(run, "0123456789ab")
     (run / "prompts" / "a.jsonl").write_text("{")
@@ -328,11 +328,11 @@ def test_a_repeated_line_and_a_huge_score_are_refused(run: Path) -> None:
     written = path.read_text()
     path.write_text(written + written.splitlines(keepends=True)[0])
     with refused(DataError, match=f"line {len(written.splitlines()) + 1} repeats"):
-        read_run(run)
+        Run.read(run)
     path.write_text(written)
     edited(lambda cell: scores(cell).update(value=1e300))(run)
     with refused(DataError, match="line 2"):
-        read_run(run)
+        Run.read(run)
 
 
 LINKED = ("sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts", "samples/{cell}.jsonl", "sweep.json.tmp")
@@ -353,7 +353,7 @@ def test_links_in_somebody_elses_folder_are_refused(
     place.symlink_to(private)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()}
     attempts = (
-        lambda: read_run(run),
+        lambda: Run.read(run),
         lambda: report(run, tmp_path / "report"),
         lambda: sweep(recipe(), run, device="cpu"),
     )
@@ -384,6 +384,6 @@ def test_links_in_a_folder_without_a_sweep_are_refused(run: Path, recipe: Recipe
 
 def test_a_pipe_in_a_sweeps_folder_does_not_wait(run: Path, recipe: Recipe) -> None:
     os.mkfifo(run / "samples" / "pipe.jsonl")
-    for attempt in (lambda: read_run(run), lambda: sweep(recipe(), run, device="cpu")):
+    for attempt in (lambda: Run.read(run), lambda: sweep(recipe(), run, device="cpu")):
         with refused(DataError, match="is not a regular file"):
             attempt()

@@ -17,13 +17,12 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.writing.weights import merge
 from adapterswap.experiments.evaluation import evaluate
 from adapterswap.experiments.evaluation.subjects import load_subject
 from adapterswap.experiments.reporting.report import compose_command, evaluate_command
-from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_run, read_samples, sweep
-from adapterswap.experiments.sweeps.grid import composition_of
+from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_samples, sweep
 from adapterswap.experiments.sweeps.judging import way_of
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.kit.errors import BaseModelError, ExpertError, FieldError, OutputError, RunError, UnsupportedError
@@ -68,11 +67,11 @@ def check_beside_merge(prepared: PreparedSweep, run: Run, full: Path, tmp_path: 
     places |= {"extra-1": str(full / "full-joint")}
     for result in run.results:
         cell, base, plan = result.cell, prepared.base, prepared.plans[result.cell.cell]
-        composition = composition_of(cell)
+        composition = cell.parsed
         if composition is not None and way_of(prepared, cell) == "merged":
             requested = composition.model_copy(update={"base_model": str(full / "base")})
             merge(adapterswap.compose(requested, places), out_path=tmp_path / cell.cell)
-            base, plan = open_base(str(tmp_path / cell.cell)), None
+            base, plan = OpenedBase.open(str(tmp_path / cell.cell)), None
         with load_subject(base, plan=plan, device="cpu") as model:
             alone = evaluate(model, base.tokenizer, cell.tasks, prepared.settings)
         samples = read_samples(run.folder, cell.cell)
@@ -151,7 +150,7 @@ def test_the_commands_of_a_report_make_and_judge_the_cell(
     assert "2 merged into full weights first" in run("sweep", file, "-o", tmp_path / "run", "--dry-run").stdout
     result = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
-    judged = read_run(tmp_path / "run")
+    judged = Run.read(tmp_path / "run")
     cell = next(one for one in judged.results if one.cell.family == "ties")
     command = compose_command(judged, cell.cell)
     assert command is not None
@@ -246,7 +245,7 @@ def test_a_recipe_says_whose_config_compositions_take(full: Path, longer: Path, 
             merged = tmp_path / f"{owner}-merged" / result.cell.cell / "config.json"
             if (theta := expected.get(result.cell.short.partition("@")[0])) is not None:
                 assert json.loads(merged.read_text())["rope_parameters"]["rope_theta"] == theta
-    judged = read_run(tmp_path / "task")
+    judged = Run.read(tmp_path / "task")
     cell = next(one.cell for one in judged.results if "+" in one.cell.short)
     words = shlex.split(str(compose_command(judged, cell)))
     assert words[words.index("--config-from") + 1] == "math"
@@ -279,4 +278,4 @@ def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monk
     monkeypatch.setattr("adapterswap.core.writing.streaming.OutputShard.size", property(lambda shard: 2**62))
     with pytest.raises(OutputError, match="TMPDIR"):
         sweep(recipe_of(full, compositions=[{"method": "soup"}], baselines=["base"]), tmp_path / "run", device="cpu")
-    assert [result.cell.family for result in read_run(tmp_path / "run").results] == ["base"]
+    assert [result.cell.family for result in Run.read(tmp_path / "run").results] == ["base"]

@@ -22,10 +22,10 @@ from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.languages import language_of
 from adapterswap.experiments.recipes import check_recipe
-from adapterswap.experiments.sweeps import Cell, SweepRecipe, read_sweep_recipe
+from adapterswap.experiments.sweeps import Cell, SweepRecipe
 from adapterswap.experiments.sweeps.families import GRID_FIELDS, Family
-from adapterswap.experiments.sweeps.grid import Grid, composition_of, make_cells
-from adapterswap.experiments.sweeps.recipe import DocumentSplit, SweepSettings, SweepTasks, target_groups
+from adapterswap.experiments.sweeps.grid import Grid, make_cells
+from adapterswap.experiments.sweeps.recipe import DocumentSplit, SweepSettings, SweepTasks
 from adapterswap.kit.errors import CompositionError, FieldError
 
 SIDES = {"task_experts": {"m1": "a", "m2": "b"}, "language_experts": {"s1": "c", "s2": "d", "s3": "e"}}
@@ -37,7 +37,7 @@ def recipe_of(**content: Any) -> SweepRecipe:
 
 def grid_of(num_layers: int = 32, **content: Any) -> Grid:
     recipe = recipe_of(**content)
-    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    target = {name: tuple(tasks) for name, tasks in recipe.target_groups().items()}
     return make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers)
 
 
@@ -68,7 +68,7 @@ def test_a_grid_is_every_combination_that_fits(
     assert result.left_out == 6 * (len(combinations) - len(fitting))
     for pair in product(("m1", "m2"), ("s1", "s2", "s3")):
         cells = [cell for cell in result.cells if (*cell.task_expert, *cell.language_expert) == pair]
-        requested = [composition_of(cell) for cell in cells]
+        requested = [cell.parsed for cell in cells]
         assert {c.zones(num_layers) for c in requested if c is not None} == fitting
         assert len(cells) == len(fitting)
 
@@ -84,7 +84,7 @@ def test_short_names_match_the_composition() -> None:
     cells = grid_of(compositions=families, baselines=["soup", "magnitude_soup"]).cells
     assert len(cells) == 6 * (2 + 2 + 2 + 2 + 1 + 2)
     for cell in cells:
-        assert composition_of(cell) == parse_composition(cell.short)
+        assert cell.parsed == parse_composition(cell.short)
     assert len({cell.short for cell in cells}) == len(cells)
 
 
@@ -166,7 +166,7 @@ def test_sides_are_souped_as_rows_of_their_own() -> None:
     souped = [cell for cell in cells if len(cell.task_expert) > 1]
     assert [cell.family for cell in souped] == ["soup of soups", "layer_swap of soups"]
     assert souped[1].as_json()["language_expert"] == ["s1", "s2", "s3"]
-    assert composition_of(souped[1]) == Composition(task=("m1", "m2"), language=("s1", "s2", "s3"), bottom=3)
+    assert souped[1].parsed == Composition(task=("m1", "m2"), language=("s1", "s2", "s3"), bottom=3)
 
 
 def test_every_method_averages_souped_sides_first() -> None:
@@ -176,7 +176,7 @@ def test_every_method_averages_souped_sides_first() -> None:
     souped = [cell for cell in grid_of(compositions=families, soup_sides=True).cells if len(cell.task_expert) > 1]
     assert [cell.composition["method"] for cell in souped] == methods
     for cell in souped:
-        (rule,) = composition_of(cell).rules(32)
+        (rule,) = cell.parsed.rules(32)
         assert list(rule.blend) == ["mean(m1, m2)", "mean(s1, s2, s3)"]
 
 
@@ -289,7 +289,7 @@ def test_the_owners_of_a_recipe_are_in_the_compositions_that_they_take_part_in()
         tokenizer="m1", config_from="task", baselines=["base", "task", "language"],
         compositions=[{"bottom": 3}, {"name": "outer", "rules": ["language: 0-2", "base"]}],
     )  # fmt: skip
-    target = {name: tuple(tasks) for name, tasks in target_groups(recipe).items()}
+    target = {name: tuple(tasks) for name, tasks in recipe.target_groups().items()}
     cells = make_cells(recipe, SweepTasks(target, ()), 32, full=["m1", "s1", "s2"]).cells
     owners = {
         cell.short: tuple(cell.composition.get(key) for key in ("tokenizer", "config_from"))
@@ -310,7 +310,7 @@ def test_bad_recipes_are_refused_with_their_key(name: str, tmp_path: Path) -> No
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump({"base_model": "base", "tasks": ["t"], **SIDES, **changes}))
     with pytest.raises(FieldError, match=re.escape(reason)):
-        read_sweep_recipe(file)
+        SweepRecipe.read(file)
 
 
 def test_mistakes_of_the_grid_are_reported_together() -> None:
@@ -330,7 +330,7 @@ def test_mistakes_of_the_grid_are_reported_together() -> None:
 
 def test_patterns_of_languages_must_match() -> None:
     with refused(FieldError, "tasks", match="'te[*]'.*\n.*'s2' has no task"):
-        target_groups(recipe_of(tasks={"te*": ["x"], "s1": ["y"]}, compositions=[{}]))
+        recipe_of(tasks={"te*": ["x"], "s1": ["y"]}, compositions=[{}]).target_groups()
 
 
 def test_paths_are_relative_to_the_recipe(
@@ -343,7 +343,7 @@ def test_paths_are_relative_to_the_recipe(
     changes = {"task_experts": {"math": "math"}, "extra": {"one": "math", "two": ["math", "org/hub"]}}
     file.write_text(yaml.safe_dump(content(**changes, settings={"include_path": "tasks"})))
     monkeypatch.chdir(tmp_path)
-    recipe = read_sweep_recipe("here/recipe.yaml", ["settings.limit=5"])
+    recipe = SweepRecipe.read("here/recipe.yaml", ["settings.limit=5"])
     assert recipe.task_experts == {"math": "here/math"}
     assert recipe.extra == {"one": ["here/math"], "two": ["here/math", "org/hub"]}
     assert (recipe.settings.include_path, recipe.settings.limit) == ("here/tasks", 5)
@@ -361,7 +361,7 @@ def test_a_ladders_checkpoints_are_experts(
         experts = {"math": {"ladder": place}, "last": str(world / "math1")}
         file.write_text(yaml.safe_dump(content(task_experts=experts, compositions=[{}])))
         monkeypatch.chdir(tmp_path)
-        recipe = read_sweep_recipe("here/recipe.yaml")
+        recipe = SweepRecipe.read("here/recipe.yaml")
         ladder = {f"math-{step}": f"here/math/checkpoint-{step}" for step in (3, 20, 100)}
         assert recipe.task_experts == ladder | {"last": str(world / "math1")}
         assert list(recipe.task_experts)[1:] == list(ladder)
@@ -376,4 +376,4 @@ def test_a_ladders_checkpoints_are_experts(
     ):
         file.write_text(yaml.safe_dump(content(task_experts=experts), sort_keys=False))
         with refused(FieldError, "task_experts", match=match):
-            read_sweep_recipe(file)
+            SweepRecipe.read(file)

@@ -14,7 +14,6 @@ from adapterswap import compose, make_plan, open_adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import why_not_live
 from adapterswap.experiments.sweeps import SweepRecipe, preparing
-from adapterswap.experiments.sweeps.grid import composition_of
 from adapterswap.experiments.sweeps.judging import way_of
 from adapterswap.experiments.sweeps.preparing import prepare
 
@@ -34,7 +33,7 @@ def test_plans_and_ways_are_those_of_each_cell_alone(
     cells = prepared.grid.cells
     assert len(prepared.plans.checked) < len(cells) / 2
     for cell in reversed(cells):
-        composition, plan = composition_of(cell), prepared.plans[cell.cell]
+        composition, plan = cell.parsed, prepared.plans[cell.cell]
         assert composition is not None
         assert plan is not None
         alone = compose(composition.model_copy(update={"num_layers": prepared.num_layers}), experts)

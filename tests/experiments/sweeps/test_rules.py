@@ -17,8 +17,7 @@ import adapterswap
 from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.reporting.choosing import is_single
 from adapterswap.experiments.reporting.report import compose_command
-from adapterswap.experiments.sweeps import Cell, SweepRecipe, prepare, read_run, sweep
-from adapterswap.experiments.sweeps.grid import composition_of
+from adapterswap.experiments.sweeps import Cell, Run, SweepRecipe, prepare, sweep
 from adapterswap.kit.errors import FieldError
 from experiments.sweeps.test_grid import grid_of, recipe_of
 
@@ -26,7 +25,7 @@ ROLES = {"culture": {"c1": "x", "c2": "y"}, "safety": {"guard": "z"}}
 
 
 def texts(cell: Cell) -> list[str]:
-    composition = composition_of(cell)
+    composition = cell.parsed
     assert composition is not None
     return [rule.text for rule in composition.allocation or ()]
 
@@ -127,7 +126,7 @@ def test_a_sweep_judges_what_compose_writes(
     assert result.exit_code == 0, result.output
     rows = {row["family"]: row for row in json.loads(result.stdout)["families"]}
     assert rows.keys() == {"culture expert", "three", "rules"} | {"other expert"}
-    judged = read_run(tmp_path / "run")
+    judged = Run.read(tmp_path / "run")
     cell = next(one for one in judged.results if one.cell.family == "three")
     command = compose_command(judged, cell.cell)
     assert command is not None

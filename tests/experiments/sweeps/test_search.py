@@ -158,8 +158,8 @@ def test_an_impossible_search_is_refused(
 ) -> None:
     import yaml
 
-    from adapterswap.experiments.sweeps import read_sweep_recipe
+    from adapterswap.experiments.sweeps import SweepRecipe
 
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content(**changes)))
     with pytest.raises(FieldError, match=reason):
-        read_sweep_recipe(tmp_path / "recipe.yaml")
+        SweepRecipe.read(tmp_path / "recipe.yaml")

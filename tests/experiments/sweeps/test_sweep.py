@@ -21,7 +21,6 @@ from adapterswap.experiments.sweeps import (
     SweepRecipe,
     prepare,
     read_prompts,
-    read_run,
     read_samples,
     summarize,
     sweep,
@@ -128,7 +127,7 @@ def test_the_folder_describes_the_sweep(swept: tuple[PreparedSweep, Run], world:
     assert read_prompts(run.folder, "mgsm_direct_en@0")[0].count("Question:") == 1
     everything = b"".join(path.read_bytes() for path in run.folder.rglob("*") if path.is_file())
     assert str(world).encode() not in everything
-    assert read_run(run.folder) == run
+    assert Run.read(run.folder) == run
 
 
 def test_the_recipe_in_the_folder_can_be_run_again(swept: tuple[PreparedSweep, Run], world: Path) -> None:

@@ -16,7 +16,7 @@ from launching import started
 from refusals import refused
 from tiers import ALL
 
-from adapterswap.experiments.sweeps import SweepRecipe, read_run, sweep
+from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
 from adapterswap.experiments.sweeps.judging import agreed
 from adapterswap.kit.errors import ArgumentError, RunError
 from adapterswap.kit.processes import Processes
@@ -59,7 +59,7 @@ def test_two_killed_processes_resumed_by_one_write_the_same(content: Content, tm
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family)
-    assert 4 <= cells(tmp_path / "killed") < len(read_run(tmp_path / "peace").results)
+    assert 4 <= cells(tmp_path / "killed") < len(Run.read(tmp_path / "peace").results)
     sweep(SweepRecipe.model_validate(requested), tmp_path / "killed", device="cpu")
     assert plain(tmp_path / "killed") == plain(tmp_path / "peace")
 

@@ -13,7 +13,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from adapterswap import write_adapter
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import evaluate
 from adapterswap.experiments.evaluation.subjects import find_adapter, load_subject
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_samples, sweep
@@ -100,7 +100,7 @@ def test_dora_beside_plain_lora_equals_merged_weights(
         plan = prepared.plans[result.cell.cell]
         if plan is None:
             continue
-        base = open_base(plan.merge(tmp_path / result.cell.cell, base_model=prepared.recipe.base_model))
+        base = OpenedBase.open(plan.merge(tmp_path / result.cell.cell, base_model=prepared.recipe.base_model))
         with load_subject(base, device="cpu") as model:
             alone = evaluate(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
         found = [row["output"] for row in read_samples(run.folder, result.cell.cell)]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near
 
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.training import TrainRecipe, train
 from adapterswap.experiments.training.base import with_padding
 from adapterswap.experiments.training.data import load_data, sequences
@@ -39,7 +39,7 @@ def test_packed_logits_equal_those_of_single_rows(
     with spied(monkeypatch, lambda *_: None) as trainers:
         train(recipe, out_path=tmp_path / "expert")
     trainer = trainers[0]
-    rows, _ = sequences(load_data(recipe, with_padding(open_base(recipe.base_model))), recipe.training)
+    rows, _ = sequences(load_data(recipe, with_padding(OpenedBase.open(recipe.base_model))), recipe.training)
     batch = trainer.data_collator([rows[index] for index in range(len(rows))])
     model = trainer.model.eval()
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_loss_curves_are_unchanged(tmp_path: Path, make_recipe: MakeRecipe, regi
 
 def test_seeds_of_rows_and_of_weights_are_independent(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(training={"seed": 5})
-    base = with_padding(open_base(recipe.base_model))
+    base = with_padding(OpenedBase.open(recipe.base_model))
     one, other, third = (
         load_data(make_recipe(training=seeds), base).train
         for seeds in ({"seed": 5}, {"seed": 6}, {"seed": 5, "data_seed": 1})
@@ -132,7 +132,7 @@ def test_the_validation_loss_is_per_token(
     recipe = make_recipe(rows=rows, datasets=[text], training=options, validation={"rows": 11})
     with spied(monkeypatch, lambda *_: None) as trainers:
         report = train(recipe, out_path=tmp_path / "expert")
-    held_out = load_data(recipe, with_padding(open_base(recipe.base_model))).validation
+    held_out = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model))).validation
     assert held_out is not None
     model, total, count, means = trainers[0].model.eval(), 0.0, 0, []
     for row in held_out.dataset():
@@ -152,7 +152,7 @@ def test_trained_tokens_are_those_with_a_loss(tmp_path: Path, make_recipe: MakeR
     text = {"path": str(tmp_path / "rows.jsonl"), "text": "{question} {answer}"}
     options = {"packing": packing, "max_length": 12, "split_long": True}
     recipe = make_recipe(rows=[*echo_rows(5), *echo_rows(6, words=9)], datasets=[text], training=options)
-    data = load_data(recipe, with_padding(open_base(recipe.base_model)))
+    data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
     lengths = np.diff(data.train.starts)
     assert data.rows.trained_tokens == data.rows.tokens - len(lengths) == sum(length - 1 for length in lengths.tolist())
     labels = [data.train.dataset()[row]["labels"][1:] for row in range(len(lengths))]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.core.model.loading import empty_model, open_base
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.planning.composing import slice_layers
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
@@ -50,8 +50,8 @@ ALL = named(range(6), ATTENTION + MLP)
 def test_each_side_has_its_modules(make_recipe: MakeRecipe, partition: str) -> None:
     for side, wanted in (("language", LANGUAGE[partition]), ("task", ALL - LANGUAGE[partition])):
         recipe = make_recipe(adapter={"partition": partition, "side": side})
-        base = with_padding(open_base(recipe.base_model))
-        targets = find_targets(empty_model(base), recipe, base.config)
+        base = with_padding(OpenedBase.open(recipe.base_model))
+        targets = find_targets(base.empty_model(), recipe, base.config)
         assert targets.modules == wanted
         # By layers if these are enough, and by whole names if the modules differ between layers.
         whole = partition == "A" and side == "language"

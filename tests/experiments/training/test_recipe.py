@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.experiments.training import TrainRecipe, read_train_recipe
+from adapterswap.experiments.training import TrainRecipe
 from adapterswap.experiments.training.recipe import AdapterOptions, DatasetSource, TrainingOptions, Validation
 from adapterswap.kit.errors import AdapterswapError, FieldError
 from adapterswap.kit.files.yaml import find_recipe, shipped_recipes
@@ -31,7 +31,7 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_wins(tmp_path: Path, monke
 
 def test_the_recipe_in_the_documentation_is_valid(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "train.md").read_text(encoding="utf-8")
-    recipe = read_train_recipe(_recipe(tmp_path, text.split("```yaml\n")[1].split("```")[0]))
+    recipe = TrainRecipe.read(_recipe(tmp_path, text.split("```yaml\n")[1].split("```")[0]))
     assert [source.path for source in recipe.datasets] == ["CohereForAI/aya_dataset", "more/rows.jsonl"]
 
 
@@ -48,7 +48,7 @@ def test_overrides_reach_into_the_recipe(tmp_path: Path) -> None:
         "datasets.0.samples=7",
         "adapter.rslora=false",
     ]
-    recipe = read_train_recipe(path, changed)
+    recipe = TrainRecipe.read(path, changed)
     assert recipe.training.learning_rate == 3e-4
     assert recipe.adapter.layers == "0-1,5"
     assert recipe.datasets[0].samples == 7
@@ -68,7 +68,7 @@ training: {learning_rat: 1, max_grad_norm: .inf}
 validation: {rows: 1, fraction: 0.5}
 """
     with pytest.raises(AdapterswapError) as caught:
-        read_train_recipe(_recipe(tmp_path, text))
+        TrainRecipe.read(_recipe(tmp_path, text))
     message = str(caught.value)
     for expected in (
         "adapter.r is 0",
@@ -86,6 +86,6 @@ validation: {rows: 1, fraction: 0.5}
 
 def test_a_recipe_needs_a_base_and_rows(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"(?s)base_model is missing.*datasets is missing"):
-        read_train_recipe(_recipe(tmp_path, "out_path: x\n"))
+        TrainRecipe.read(_recipe(tmp_path, "out_path: x\n"))
     with pytest.raises(FieldError, match=r"datasets is \[\]"):
-        read_train_recipe(_recipe(tmp_path, "base_model: x\ndatasets: []\n"))
+        TrainRecipe.read(_recipe(tmp_path, "base_model: x\ndatasets: []\n"))

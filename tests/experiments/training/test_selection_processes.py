@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.experiments.training import read_train_recipe, train
+from adapterswap.experiments.training import TrainRecipe, train
 
 from .conftest import echo_rows, write_jsonl
 from .test_selection import own_tasks
@@ -39,7 +39,7 @@ def test_two_processes_choose_the_same_as_one(tmp_path: Path, pico: Callable[[st
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(content))  # JSON is YAML
     alone = train(
-        read_train_recipe(path, ["training.gradient_accumulation=2"]), out_path=tmp_path / "alone", progress=False
+        TrainRecipe.read(path, ["training.gradient_accumulation=2"]), out_path=tmp_path / "alone", progress=False
     )
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "adapterswap"]
     run = subprocess.run(

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from adapterswap.core.model.layers import kind_of, layer_of
-from adapterswap.core.model.loading import open_base
+from adapterswap.core.model.layers import ModuleName
+from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.training import TrainRecipe, estimate, train
 from adapterswap.experiments.training.data import load_data
 from adapterswap.experiments.training.recipe import TrainingOptions
@@ -32,8 +32,8 @@ MakeRecipe = Callable[..., TrainRecipe]
 def is_language_in_a(name: str) -> bool:
     """Partition A on six layers, written out: 6·6/28 and 2·6/28 rounded half up are layers 0 and none at the top."""
     name = name.removeprefix("base_model.model.")
-    layer = layer_of(name, "model.layers")
-    return layer is not None and (kind_of(name) == "attention" or layer == 0)
+    layer = ModuleName(name).layer("model.layers")
+    return layer is not None and (ModuleName(name).kind == "attention" or layer == 0)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "none"])
@@ -58,7 +58,7 @@ def test_twelve_steps_leave_the_other_side_unchanged(
         assert not words & ({f"w{i}" for i in range(8)} if language else {f"w{i}" for i in range(8, 16)})
         moved = 0
         for name in before[0]:
-            inside = layer_of(name.removeprefix("base_model.model."), "model.layers") is not None
+            inside = ModuleName(name.removeprefix("base_model.model.")).layer("model.layers") is not None
             mine = inside and is_language_in_a(name) == language and (adapter == "none" or "lora_" in name)
             same = torch.equal(before[0][name], after[0][name])
             moments = (before[1].get(name), after[1].get(name))
@@ -119,13 +119,13 @@ def test_steps_of_a_run_in_turns() -> None:
 
 
 def test_validation_is_half_of_either_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.core.model.loading import open_base
+    from adapterswap.core.model.loading import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 
     def held_out(**validation: Any) -> tuple[int, int]:
         recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, validation=validation)
-        data = load_data(recipe, with_padding(open_base(recipe.base_model)))
+        data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
         assert data.validation is not None
         words = [{WORDS[i] for i in data.validation.row(row)[0].tolist()} for row in range(len(data.validation))]
         task = sum(bool(row & {f"w{i}" for i in range(8)}) for row in words)
@@ -151,14 +151,14 @@ def test_an_epoch_ends_with_the_longer_side(tmp_path: Path, make_recipe: MakeRec
 
 
 def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.core.model.loading import open_base
+    from adapterswap.core.model.loading import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data, sequences
 
     recipe = make_recipe(
         datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, training={"packing": True, "max_length": 21}
     )
-    data = load_data(recipe, with_padding(open_base(recipe.base_model)))
+    data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
     rows, parts = sequences(data, recipe.training)
     assert len(rows) == sum(parts)
     assert parts[0] == -(-64 // 3)
@@ -191,12 +191,12 @@ def test_conflicting_settings_are_refused(
 
 def test_without_turns_sides_are_mixed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     """Data mixing: one run over both sources, whose rows are joined and shuffled."""
-    from adapterswap.core.model.loading import open_base
+    from adapterswap.core.model.loading import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 
     recipe = make_recipe(datasets=two_sides(tmp_path))
-    data = load_data(recipe, with_padding(open_base(recipe.base_model)))
+    data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
     assert data.parts == (64 + 32,)
     task = [np.isin(data.train.row(row)[0], range(4, 12)).any() for row in range(96)]
     assert sum(task) == 64
@@ -218,16 +218,16 @@ def test_samples_per_side_bounds_each_side(tmp_path: Path, make_recipe: MakeReci
     options: dict[str, Any] = {"simultaneous": {"partition": "A"}} if in_turns else {}
     options |= {"datasets": two_sides(tmp_path), "validation": {"rows": 8}}
     recipe = make_recipe(**options, samples_per_side=20)
-    data = load_data(recipe, open_base(recipe.base_model))
+    data = load_data(recipe, OpenedBase.open(recipe.base_model))
     assert (data.rows.train, data.rows.validation, data.rows.surplus) == (32, 8, 44 + 12)
     task = {WORDS.index(f"w{i}") for i in range(8)}
     sides = [bool(task & set(row["input_ids"])) for part in (data.train, data.validation) for row in part.dataset()]
     assert sides.count(True) == sides.count(False) == 20
     if in_turns:
         assert data.parts == (16, 16)
-    again = load_data(recipe, open_base(recipe.base_model))
+    again = load_data(recipe, OpenedBase.open(recipe.base_model))
     assert again.rows.sha256 == data.rows.sha256
-    everything = load_data(make_recipe(**options, samples_per_side=64), open_base(recipe.base_model))
+    everything = load_data(make_recipe(**options, samples_per_side=64), OpenedBase.open(recipe.base_model))
     assert everything.rows.surplus == 0
 
 
@@ -235,7 +235,7 @@ def test_rows_that_are_left_out_are_not_counted_as_cut(tmp_path: Path, make_reci
     """All rows have 7 tokens, so all used rows are cut at 6; the others are unused."""
     recipe = make_recipe(datasets=two_sides(tmp_path), validation={"rows": 8}, samples_per_side=20)
     cut = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_length": 6})})
-    rows = load_data(cut, open_base(recipe.base_model)).rows
+    rows = load_data(cut, OpenedBase.open(recipe.base_model)).rows
     assert (rows.train, rows.validation, rows.surplus) == (32, 8, 44 + 12)
     assert rows.truncated == 40
     report = train(cut, out_path=tmp_path / "out", progress=False)

@@ -19,7 +19,7 @@ from crafting import adapter, snapshot, tensors
 from refusals import refused
 
 from adapterswap.kit.errors import OutputError
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, check_target, locked
+from adapterswap.kit.files.folders import OutputKind, locked
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
 KIND = OutputKind(None, names=lambda: ["file", "more"])
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
 
 def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
     target = tmp_path / "a" / "b" / "out"
-    with atomic_folder(target) as folder:
+    with OutputKind(None).folder(target) as folder:
         fill(folder)
         assert folder.parent == target.parent
         assert not target.exists()
@@ -55,7 +55,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def write(target: Path, meanwhile: Callable[[], object] = lambda: None, **options: bool) -> None:
-    with atomic_folder(target, kind=KIND, **options) as folder:
+    with KIND.folder(target, **options) as folder:
         fill(folder)
         meanwhile()
 
@@ -103,9 +103,9 @@ def test_a_symlink_stays_and_its_folder_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     fill(tmp_path / "disk", "old")
     (tmp_path / "out").symlink_to(tmp_path / "disk")
-    with refused(OutputError, "out_path"), atomic_folder(tmp_path / "out"):
+    with refused(OutputError, "out_path"), OutputKind(None).folder(tmp_path / "out"):
         pass
-    with atomic_folder(tmp_path / "out", kind=KIND, overwrite=True) as folder:
+    with KIND.folder(tmp_path / "out", overwrite=True) as folder:
         fill(folder)
     assert (tmp_path / "out").readlink() == tmp_path / "disk"
     assert (tmp_path / "disk" / "file").read_text() == "new"
@@ -157,10 +157,10 @@ def test_only_our_own_leftovers_are_removed(tmp_path: Path) -> None:
     for name in mine + others:
         (tmp_path / name).mkdir()
         fill(tmp_path / name, name)
-    with refused(OutputError, "out_path"), atomic_folder(tmp_path / "o[u]t"):
+    with refused(OutputError, "out_path"), OutputKind(None).folder(tmp_path / "o[u]t"):
         pass
     assert (tmp_path / "o[u]t" / "file").read_text() == mine[1]  # the only copy of the old output
-    with atomic_folder(tmp_path / "o[u]t", kind=KIND, overwrite=True) as folder:
+    with KIND.folder(tmp_path / "o[u]t", overwrite=True) as folder:
         fill(folder)
     assert names(tmp_path) == sorted(["o[u]t", *others])
 
@@ -360,11 +360,11 @@ def test_a_mount_point_is_not_replaced(
 
 def test_a_dry_run_refuses_what_writing_refuses(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    check_target(tmp_path / "out")
+    OutputKind(None).check(tmp_path / "out")
     fill(tmp_path / "out")
     with refused(OutputError, "out_path", match="already exists"):
-        check_target(tmp_path / "out", kind=KIND)
-    check_target(tmp_path / "out", kind=KIND, overwrite=True)
+        KIND.check(tmp_path / "out")
+    KIND.check(tmp_path / "out", overwrite=True)
     with refused(OutputError, "out_path", match="did not write: file"):
-        check_target(tmp_path / "out", overwrite=True)
+        OutputKind(None).check(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from adapterswap.kit.files import folders
-from adapterswap.kit.files.folders import OutputKind, atomic_folder, sync_folder
+from adapterswap.kit.files.folders import OutputKind, sync_folder
 from adapterswap.kit.files.numbers import read_at, write_at
 
 
@@ -39,7 +39,7 @@ def test_folders_are_written_as_windows_needs_it(exists: bool, tmp_path: Path, m
     monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(str(path)) or really(path, *rest, **more))
     if exists:
         (tmp_path / "out").mkdir()
-    with atomic_folder(tmp_path / "out", kind=OutputKind(None)) as place:
+    with OutputKind(None).folder(tmp_path / "out") as place:
         (place / "file").write_text("content")
         sync_folder(place)
     assert (tmp_path / "out" / "file").read_text() == "content"

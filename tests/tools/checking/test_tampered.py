@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.engines.gguf.reading import open_gguf
+from adapterswap.engines.gguf.reading import GgufAdapter
 from adapterswap.tools.verification import verify
 
 RECORD, CONFIG, WEIGHTS = "adapterswap.json", "adapter_config.json", "adapter_model.safetensors"
@@ -49,7 +49,7 @@ class Made(NamedTuple):
     def record(self, kind: str) -> dict[str, Any]:
         """The record as plain data."""
         if kind in ("gguf", "pieces"):
-            content = open_gguf(self.paths[kind]).content
+            content = GgufAdapter.open(self.paths[kind]).content
             assert content is not None
             return content
         content = json.loads((self.paths[kind] / RECORD).read_text())

@@ -18,7 +18,7 @@ from crafting import snapshot
 
 import adapterswap
 from adapterswap.core.model import loading as bases
-from adapterswap.core.writing.layout import written_scale
+from adapterswap.core.writing.layout import Shape
 from adapterswap.core.writing.records import read_record
 from adapterswap.tools.extraction import extract
 
@@ -79,7 +79,8 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
 def test_every_rank_has_scale_one() -> None:
     """α = √r is no whole number, and √r/√r is 1 in floating point too."""
     for rank in range(1, 2**16 + 1):
-        alpha, scale = written_scale(rank, True, 1.0)
+        shape = Shape.of_scale(rank, True, 1.0)
+        alpha, scale = shape.alpha, shape.scale
         assert scale == 1.0
         assert json.loads(json.dumps(alpha)) / math.sqrt(rank) == 1.0
 
