@@ -130,13 +130,10 @@ class Declared:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        return all(getattr(self, name) == other.__dict__[name] for name in self._compared)
+        compared = {*self.__dict__, *other.__dict__} - {"_set", "_files"}
+        return all(getattr(self, name) == getattr(other, name) for name in compared)
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def _compared(self) -> list[str]:
-        return [name for name in self.__dict__ if name not in ("_set", "_files")]
 
     def __repr__(self) -> str:
         fields = (f"{name}={value!r}" for name, value in self.__dict__.items() if name[0] != "_")
