@@ -87,6 +87,14 @@ def table(marks: Marks) -> list[str]:
     return lines
 
 
+def in_short(marks: Marks) -> list[str]:
+    """The mean scores in one line, for README."""
+    rows, pairs = [row for row in ROWS if row in marks], marks[SWAP]
+    means = [short(float(np.mean([of_pair(marks[row], pair) for pair in pairs]))) for row in rows]
+    names = [ROWS[row].partition(" (")[0].replace("*", "") for row in rows]
+    return [f"| {' | '.join(line)} |" for line in (names, ["---:"] * len(rows), means)]
+
+
 def by_operation(marks: Marks) -> list[str]:
     """For each operation, the mean scores of all rows."""
     problems, pairs = draw_problems("test"), sorted(marks[SWAP])
@@ -111,7 +119,7 @@ def main() -> None:
                 marks.setdefault(row, {}).update(cells)
         content["marks"] = {row: marks[row] for row in ROWS if row in marks}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print("\n".join([*table(content["marks"]), "", *by_operation(content["marks"])]))
+    print("\n\n".join("\n".join(make(content["marks"])) for make in (table, by_operation, in_short)))
 
 
 if __name__ == "__main__":

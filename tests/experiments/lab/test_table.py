@@ -1,0 +1,47 @@
+"""The French study's numbers in README and docs/lab.md are those of its results."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapterswap.experiments.lab.word_problems import draw_problems
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(EXAMPLE / "table.py"))
+
+
+def test_the_pages_have_the_tables_of_the_results(script: dict[str, Any]) -> None:
+    marks = json.loads((EXAMPLE / "results.json").read_text(encoding="utf-8"))["marks"]
+    lab = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
+    for line in (*script["table"](marks), *script["by_operation"](marks)):
+        assert line in lab
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for line in script["in_short"](marks):
+        assert line in readme
+
+
+def test_a_table_by_hand(script: dict[str, Any]) -> None:
+    """Two pairs; the swap solves what the math expert does and one whole template more, in one pair only."""
+    templates = [problem.template for problem in draw_problems("test")]
+    math = "".join(str(int(template == "t01")) for template in templates)
+    more = "".join(str(int(template in ("t01", "t02"))) for template in templates)
+    swap = {"math-0+french-0": math, "math-1+french-0": more}
+    marks = {"base": {"": "0" * 150}, "task expert": {"math-0": math, "math-1": math}, "layer swap": swap}
+    heading, _, base, task, last = script["table"](marks)
+    assert heading.startswith("| | math 0 + french 0 | math 1 + french 0 | mean |")
+    assert base.startswith("| base | .000 | .000 | .000 | +.050 |")
+    # of 30 templates one differs by 1/2: mean 1/60, standard error 1/60; over pairs 0 and 1/30: 12.7 · 1/60
+    assert task == "| **math expert** (= reset) | .033 | .033 | .033 | +.017 | ± .034 | ± .015 | ± .212 |"
+    assert last.startswith("| layer swap | .033 | .067 | .050 |")
+    assert np.mean(script["of_pair"](marks["task expert"], "math-1+french-0")) == pytest.approx(1 / 30)
