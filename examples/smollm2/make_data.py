@@ -5,7 +5,6 @@
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
 and with at most one number word, so that they teach no arithmetic. `french.jsonl` has pairs with words of the problems,
 up to 20 for each word, shorter sentences with more such words first; `french_more.jsonl` has up to 100 for each.
-`french_random.jsonl` has as many as the first, at random.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ def write(name: str, rows: Iterable[Mapping[str, object]]) -> None:
 
 def main() -> None:
     pairs = read_pairs()
-    chosen = {name: with_words(pairs, each) for name, each in PAIRS_FOR_A_WORD.items()}
-    drawn = Random(0).sample(pairs, len(chosen["french"]))
-    for name, rows in (*chosen.items(), ("french_random", drawn)):
+    for name, each in PAIRS_FOR_A_WORD.items():
+        rows = with_words(pairs, each)
         write(f"{name}.jsonl", ({"text": f"French: {french}\nEnglish: {english}"} for french, english in rows))
     problems = {part: draw_problems(part) for part in ("test", "development")}
     asked = [question for part in problems.values() for question in questions_of(part, "en")]

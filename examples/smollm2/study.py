@@ -328,13 +328,13 @@ def experts_of(seed: int, model: Any, tokenizer: Any) -> dict[str, Callable[[], 
     """How each expert of a seed is trained."""
     core = list(range(BOTTOM, LAYERS))
     solved = encoded(read(f"math-{seed}.jsonl") + read(f"math-more-{seed}.jsonl"), tokenizer)
-    chosen, drawn = (encoded(read(f"{name}.jsonl"), tokenizer) for name in ("french", "french_random"))
-    more = encoded(random_pairs(500_000, tokenizer), tokenizer)
+    chosen = encoded(read("french_more.jsonl"), tokenizer)
+    drawn, more = (encoded(random_pairs(tokens, tokenizer), tokenizer) for tokens in (130_000, 500_000))
     return {
         "math": lambda: train(model, tokenizer, solved, seed=seed, layers=core),
         "math of all layers": lambda: train(model, tokenizer, solved, seed=seed, layers=None),
-        "french": lambda: train(model, tokenizer, chosen, seed=seed, layers=None),
-        "french, random pairs": lambda: train(model, tokenizer, drawn, seed=seed, layers=None),
+        "french": lambda: train(model, tokenizer, chosen, seed=seed, layers=None, batch=40),
+        "french, random pairs": lambda: train(model, tokenizer, drawn, seed=seed, layers=None, batch=40),
         "french, 500 k tokens": lambda: train(model, tokenizer, more, seed=seed, layers=None, batch=40),
     }
 

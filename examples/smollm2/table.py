@@ -118,6 +118,8 @@ def main() -> None:
             for row, cells in marks_of(Run.read(folder).results).items():
                 marks.setdefault(row, {}).update(cells)
         content["marks"] = {row: marks[row] for row in ROWS if row in marks}
+        shipped = {row: of_pair(marks[row], min(marks[SWAP])).mean() for row in content["scores"]}
+        content["scores"] = {row: round(float(score), 4) for row, score in shipped.items()}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print("\n\n".join("\n".join(make(content["marks"])) for make in (table, by_operation, in_short)))
 
