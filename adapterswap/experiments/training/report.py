@@ -73,7 +73,7 @@ def _steps(value: float, steps: int) -> int:
 
 
 # From where a dry run says so. With AVX-512 alone, products are 2.4 times as fast in bfloat16 and steps 1.25 times, but
-# the first steps learn less: a change below half a unit in the last place of an output is lost. With AMX it is worth it.
+# the first steps learn less: a change below half a unit in the last place of an output is lost. AMX is worth it.
 _MUCH_PADDING, _MUCH_FASTER = 0.15, 4
 _FEWEST = 4  # rows in a part of a batch, so that products stay large enough
 _PASS = 32  # tokens whose computation takes as long as starting another forward and backward pass on a CPU, about
