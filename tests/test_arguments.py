@@ -69,6 +69,7 @@ WRONG: dict[str, tuple[str, Call]] = {
     "write layout": ("layout", lambda plan, math, out: adapterswap.write_adapter(plan, out, layout="exactly")),
     "write rank": ("max_rank", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_rank="8")),
     "write rank true": ("max_rank", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_rank=True)),
+    "extract rank true": ("rank", lambda plan, math, out: adapterswap.extract(math, math, out, rank=True)),
     "write error": ("max_error", lambda plan, math, out: adapterswap.write_adapter(plan, out, max_error="8")),
     "merge plan": ("plan", lambda plan, math, out: adapterswap.merge(5, out_path=out)),
     "merge base": ("base_model", lambda plan, math, out: adapterswap.merge(plan, 5, out_path=out)),

@@ -16,6 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from adapterswap.core.model.base import Weight, empty_model
 from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.outputs import OutputTensor, Spool
 from adapterswap.core.writing.reduction import approximate
-from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError
+from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError, check_type
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.tools.pairing import LeftOutWeight, WeightMatrix, WeightPair
 
@@ -56,6 +57,8 @@ class CutForm:
     device: Any = "cpu"
 
     def __post_init__(self) -> None:
+        check_type(self.rank, (Integral, type(None)), "rank", "Pass a whole number such as `rank=64`")
+        check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as `max_error=0.1`")
         problems = Problems(ArgumentError)
         if self.rank is None and self.max_error is None:
             problems.add("Neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")

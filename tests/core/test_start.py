@@ -92,6 +92,7 @@ WRONG: list[tuple[Any, str | None]] = [
     ({"num_layers": {"encoder": 3}}, "num_layers"),
     ({"task_weight": float("nan")}, "task_weight"),
     ({"row_threshold": 0}, "row_threshold"),
+    ({"row_threshold": float("inf")}, "row_threshold"),
     ({"partition": "D"}, "partition"),
     ({"method": "tise"}, "method"),
     ({"method": "ties"}, "density"),

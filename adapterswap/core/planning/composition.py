@@ -288,6 +288,8 @@ class Composition(MethodPlain):
             raise FieldMistake(
                 f"magnitude weights work with averages (layer_swap, soup), not with {self.method}", "weights"
             )
+        if self.row_threshold is not None and not math.isfinite(self.row_threshold):
+            raise FieldMistake("`row_threshold` must be a finite number", "row_threshold")
         self._check_weights()
         self._check_rules()
 
