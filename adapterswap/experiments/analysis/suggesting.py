@@ -130,10 +130,10 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
         reasons.append("no outer layer matters more to the language than to the task; this takes the least harmful one")
     inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
     if inside:
-        reasons.append(
-            f"layers {format_layers(inside)} also matter more to the language but lie inside; "
-            "only an owner for each module (--form modules) reaches them"
-        )
+        one = len(inside) == 1
+        matter = f"layer {inside[0]} also matters" if one else f"layers {format_layers(inside)} also matter"
+        reach = f"only an owner for each module (--form modules) reaches {'it' if one else 'them'}"
+        reasons.append(f"{matter} more to the language but {'lies' if one else 'lie'} inside; {reach}")
     chosen = {"bottom": bottom, "top": top}
     return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
 

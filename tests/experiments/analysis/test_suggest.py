@@ -83,7 +83,7 @@ def test_reasons_name_the_shares() -> None:
         "layer 0 holds 50% of the language expert's effect in the layers, and 10% of the task expert's, "
         "measured by weights"
     )
-    assert proposal.reasons[1].startswith("layers 2 also matter more to the language but lie inside")
+    assert proposal.reasons[1].startswith("layer 2 also matters more to the language but lies inside")
     unwilling = choose_layers(importance([6, 1, 1, 1, 6], [1, 1, 3, 1, 1]))
     assert "least harmful" in unwilling.reasons[1]
 
