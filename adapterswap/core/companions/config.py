@@ -49,7 +49,8 @@ NEUTRAL = frozenset(_LABELS | _RUNNING | _TRAINING | _GENERATION)
 
 _ELSEWHERE = frozenset({"vocab_size"})  # compared row by row, with the weights
 _QUANTIZATION = "quantization_config"  # null: none
-_PAD, _ROPE = "pad_token_id", "rope_parameters"
+_PAD, _ROPE, _LENGTH = "pad_token_id", "rope_parameters", "max_position_embeddings"
+_OF_ANY_LENGTH = ("default", "linear", "llama3")  # kinds of rotary positions that do not depend on the longest text
 _GENERATING = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # classes that read pad only to generate
 
 
@@ -138,14 +139,23 @@ def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str
 
 
 def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> Iterator[tuple[str, Any]]:
-    rotary = _ROPE in prefix.split(".")
-    for key, value in (config if rotary else _with_one_rope(config)).items():
-        if key in left_out or (key == _QUANTIZATION and value is None):
+    content = config if _ROPE in prefix.split(".") else _with_one_rope(config)
+    only_a_limit = _is_of_any_length(content.get(_ROPE))
+    for key, value in content.items():
+        if key in left_out or (key == _QUANTIZATION and value is None) or (key == _LENGTH and only_a_limit):
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, left_out, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _is_of_any_length(rope: Any) -> bool:
+    """Whether a model with these rotary settings computes the same whatever its `max_position_embeddings`."""
+    if not isinstance(rope, Mapping):
+        return False
+    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # one for each kind of layers
+    return all(part.get("rope_type") in _OF_ANY_LENGTH for part in parts)
 
 
 def pads_only_to_generate(config: Mapping[str, Any]) -> bool:

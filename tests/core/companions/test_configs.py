@@ -197,6 +197,26 @@ def test_a_classifier_finds_the_end_of_a_text_by_its_padding() -> None:
         assert bool(ConfigDifferences.between(config | {"pad_token_id": 1}, config | {"pad_token_id": 2})) is differs
 
 
+@pytest.mark.parametrize(
+    ("rope", "differs"),
+    [
+        ({"rope_type": "default"}, False),
+        ({"rope_type": "linear", "factor": 2.0}, False),
+        ({"rope_type": "dynamic", "factor": 2.0}, True),
+        ({"rope_type": "yarn", "factor": 2.0}, True),  # whose first length is this one, unless it says another
+        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, False),
+        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "dynamic"}}, True),
+    ],
+)
+def test_the_longest_text_computes_only_where_rotary_positions_depend_on_it(rope: Any, differs: bool) -> None:
+    """Instruct models often differ from their base in it."""
+    config = LLAMA_5 | {"model_type": "unheard-of", "rope_parameters": rope, "max_position_embeddings": 32768}
+    longer = config | {"max_position_embeddings": 131072}
+    assert bool(ConfigDifferences.between(config, longer)) is differs
+    learned = {"model_type": "unheard-of", "max_position_embeddings": 64}
+    assert ConfigDifferences.between(learned, learned | {"max_position_embeddings": 65})
+
+
 def with_config(
     folder: Path, source: Path, seed: int, change: Mapping[str, Any], checkpoint: Callable[..., Path]
 ) -> Path:
@@ -207,7 +227,7 @@ def with_config(
     return place
 
 
-@pytest.mark.parametrize("change", [{"rms_norm_eps": 0.01}, {"hidden_act": "relu"}, {"max_position_embeddings": 99}])
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 0.01}, {"hidden_act": "relu"}, {"no_such_key": 99}])
 def test_merge_extract_and_verify_refuse_another_config(
     change: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -224,7 +244,10 @@ def test_merge_extract_and_verify_refuse_another_config(
     assert verified.answers[0] == "base, in its weights"
 
 
-@pytest.mark.parametrize("change", [{"use_cache": False}, {"attention_dropout": 0.1}, {"eos_token_id": 7}])
+@pytest.mark.parametrize(
+    "change",
+    [{"use_cache": False}, {"attention_dropout": 0.1}, {"eos_token_id": 7}, {"max_position_embeddings": 99}],
+)
 def test_neutral_keys_are_accepted(change: dict[str, Any], checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     base = checkpoint(seed=1)
     other = with_config(tmp_path / "other", base, 2, change, checkpoint)
