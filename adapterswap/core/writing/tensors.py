@@ -196,7 +196,7 @@ def _copy_targets(plan: Plan, layout: Layout, places: Mapping[str, Tensor]) -> d
         if not tensor.is_copied:
             continue
         place = places[tensor.key]
-        row = place.nbytes // tensor.shape[0]  # copied pieces follow each other along the first axis
+        row = (place.stop - place.start) // tensor.shape[0]  # copied pieces follow each other along the first axis
         for piece in tensor.pieces:
             offset = place.start + piece.offset * row
             targets[piece.expert].setdefault(piece.tensor.name, []).append(offset)
