@@ -38,7 +38,7 @@ def test_a_table_by_hand(script: dict[str, Any]) -> None:
     more = "".join(str(int(template in ("t01", "t02"))) for template in templates)
     swap = {"math-0+french-0": math, "math-1+french-0": more}
     marks = {"base": {"": "0" * 150}, "task expert": {"math-0": math, "math-1": math}, "layer swap": swap}
-    heading, _, base, task, last = script["table"](marks)
+    heading, _, base, task, last = script["table"](marks, list(swap))
     assert heading.startswith("| | math 0 + french 0 | math 1 + french 0 | mean |")
     assert base.startswith("| base | .000 | .000 | .000 | +.050 |")
     # of 30 templates one differs by 1/2: mean 1/60, standard error 1/60; over pairs 0 and 1/30: 12.7 · 1/60
