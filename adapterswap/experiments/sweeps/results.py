@@ -235,6 +235,7 @@ def _digest(content: Any) -> str:
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 PREREGISTRATION = "preregistration.json"
 FORMAT = 1
+_AGAIN = "Run the sweep again with `overwrite=True`"
 _REMEDY = "Pass the folder that `adapterswap sweep` wrote"
 _Line = TypeVar("_Line")
 
@@ -315,9 +316,7 @@ class Run:
             tasks = {name: TaskInfo.from_json(content) for name, content in described["tasks"].items()}
             cells = tuple(Cell.from_json(content) for content in described["cells"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"{folder / SWEEP} is damaged: {error!r}", "Run the sweep again with `overwrite=True`"
-            ) from None
+            raise DataError(f"{folder / SWEEP} is damaged: {error!r}", _AGAIN) from None
         results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
         by_id = {cell.cell: cell for cell in cells}
         for number, result in enumerate(results, 1):
@@ -354,7 +353,12 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
 
 def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
     """The prompts of a task by document; errors as for `read_samples`."""
-    return {row["doc_id"]: row["prompt"] for row in read_questions(folder, task)}
+    try:
+        return {row["doc_id"]: row["prompt"] for row in read_questions(folder, task)}
+    except KeyError as error:
+        raise DataError(
+            f"{prompts_file(Path(folder), task)} is damaged: a line has no {error}", _AGAIN, parameter="run"
+        ) from None
 
 
 def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
@@ -382,4 +386,4 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             return [*json_lines(file, as_row)]
         except ValueError as error:
-            raise DataError(f"{path} is damaged: {error}", "Run the sweep again with `overwrite=True`") from None
+            raise DataError(f"{path} is damaged: {error}", _AGAIN) from None
