@@ -117,6 +117,11 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
             wanted = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]
             answer = workspace.live.model.generate(input_ids=ids, max_new_tokens=len(wanted), do_sample=False)
             assert (answer[0, ids.shape[1] :].tolist() == wanted) == mark
+    # The page begins with a problem that the composition solves, and asks it as the lab does: without a template.
+    composition = workspace.composition(choice)
+    shown = lab.problems[workspace.first_problem(composition)]
+    (*_, last) = workspace.answers(shown.prompt("fr"), [composition], max_new_tokens=8, chat=workspace.is_chat)
+    assert last.texts[0].strip() == shown.answer
 
 
 def test_over_templates() -> None:

@@ -186,8 +186,8 @@ class _Page:
                 [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Compare"
             )
             self.auto = gr.Checkbox(True, label="Answer again when the composition changes")
-            chat = bool(getattr(self.workspace.tokenizer, "chat_template", None))
-            self.chat = gr.Checkbox(chat, label="Apply the chat template", visible=chat)
+            has_template = bool(getattr(self.workspace.tokenizer, "chat_template", None))
+            self.chat = gr.Checkbox(self.workspace.is_chat, label="Apply the chat template", visible=has_template)
             self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="Maximum new tokens", buttons=[])
 
     def _export(self) -> None:

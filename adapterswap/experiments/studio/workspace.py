@@ -220,6 +220,11 @@ class Workspace:
             yield step_aside
 
     @property
+    def is_chat(self) -> bool:
+        """Whether prompts get the chat template by default. A lab's experts were trained on texts without one."""
+        return self.lab is None and bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
     def changes_outside(self) -> bool:
         """Whether an expert changes an embedding, a head or another module outside the layers."""
         return any(part.layer is None for expert in self.experts.values() for part in expert.parts.values())
