@@ -23,8 +23,8 @@ from adapterswap.experiments.sweeps import CellResult, Run
 
 RESULTS = Path(__file__).with_name("results.json")
 SWAP, MOVED = "layer swap", "-moved"
-PAIRS = ("math-0+french-0", "math-1+french-1", "math-2+french-0")
-"""The pairs of the plan; the results also have math-1+french-0."""
+PAIRS = ("math-0+french-0", "math-1+french-1", "math-2+french-2")
+"""The pairs of the plan; the results also have math-1 and math-2 with french-0."""
 ROWS = {
     "base": "base",
     "language expert": "French expert",
