@@ -387,7 +387,7 @@ def test_a_damaged_tokenizer_is_named(save: Callable[..., Path], part: str) -> N
 
 
 def test_odd_settings_are_no_traceback(save: Callable[..., Path]) -> None:
-    """An id with more digits than Python reads, and special tokens that are no text."""
+    """An id with more digits than Python reads, or a number in place of a special token."""
     one, other = save("one"), save("other")
     edited(
         other,
