@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
-from adapterswap.core.companions.companions import Kind as CompanionKind
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
@@ -196,7 +195,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
     if content.get(OutputKind.PRINTS) != reprinted(content, OutputKind.prints_of(folder, [WEIGHTS])):
         differing_keys.append(OutputKind.PRINTS)
-    beside = {kind: _FULL for kind in get_args(CompanionKind) if Companions(folder).has(kind)}
+    beside = dict.fromkeys(Companions(folder).kinds, _FULL)
     added_later = added_files(folder, content) and record.companions.items() <= beside.items()
     if record.companions != beside and not added_later:
         differing_keys.append("companions")

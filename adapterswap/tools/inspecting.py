@@ -77,7 +77,7 @@ class Inspection:
 
     @property
     def companions(self) -> dict[str, list[str]]:
-        """What stands beside the weights, such as `tokenizer` → its files; see `Companions.contents`."""
+        """The files and settings beside the weights, by kind: see `Companions.contents`."""
         return {} if isinstance(self.expert, GgufAdapter) else Companions(self.expert.source.folder).contents()
 
     @property

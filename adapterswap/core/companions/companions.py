@@ -89,18 +89,23 @@ class Companions:
         """The ids of the tokenizer's special tokens: `eos_token_id` → id."""
         return special_ids(self.folder)
 
-    def has(self, kind: Kind) -> bool:
-        """Whether the folder has companions of a kind."""
-        held = {
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of companions that the folder has."""
+        held: dict[Kind, object] = {
             "tokenizer": has_tokenizer(self.folder), "chat_template": self.templates, "generation": self.generation,
             "processor": self.processor, "pooling": self.pooling,
         }  # fmt: skip
-        return bool(held[kind])
+        return tuple(kind for kind, found in held.items() if found)
+
+    def has(self, kind: Kind) -> bool:
+        """Whether the folder has companions of a kind."""
+        return kind in self.kinds
 
     def contents(self) -> dict[str, list[str]]:
         """What stands in the folder: each kind with the names of its files, templates or settings.
 
-        `code` is listed, too; what cannot be read is listed as `unreadable`, with the reason.
+        Code counts as `code`; `unreadable` has the reasons why files could not be read.
         """
         found: dict[str, list[str]] = {}
         listed: Mapping[str, Callable[[], Iterable[str]]] = {

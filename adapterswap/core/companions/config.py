@@ -37,7 +37,6 @@ _TRAINING = {
     "decoder_layerdrop", "router_jitter_noise", "input_jitter_noise", "dropout_rate",
 }  # fmt: skip
 # What only generation uses, as transformers 4 kept it in config.json. It is compared with generation_config.json.
-GENERATION_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = {
     "bos_token_id", "eos_token_id", "do_sample", "top_k", "top_p", "typical_p", "min_length", "num_beams",
     "num_beam_groups", "num_return_sequences", "repetition_penalty", "no_repeat_ngram_size",
@@ -112,19 +111,14 @@ class ConfigDifferences:
             ours, theirs = (_computing(config or {}, ignoring) for config in by_class)
             return ConfigDifferences(_differing(ours, theirs))
         # A value in place of an object, or the reverse, is no default that could be unknown.
-        both = {key for key in values if any(other.startswith(f"{key}.") for other in values)}
-        lacking = tuple(
-            key for key, pair in values.items() if MISSING in pair and key not in both and not _is_in(key, both)
-        )
+        replaced = {key for key in values if any(inner.startswith(f"{key}.") for inner in values)}
+        replaced |= {key for key in values if any(key.startswith(f"{outer}.") for outer in replaced)}
+        lacking = tuple(key for key, pair in values.items() if MISSING in pair and key not in replaced)
         return ConfigDifferences({key: pair for key, pair in values.items() if key not in lacking}, lacking)
 
 
 def _short(value: Any) -> str:
     return repr(value) if value is MISSING else shown(value)
-
-
-def _is_in(key: str, objects: Collection[str]) -> bool:
-    return any(key.startswith(f"{one}.") for one in objects)
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

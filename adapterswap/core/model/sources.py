@@ -54,11 +54,6 @@ def cached_models() -> list[str]:
     return [name.removeprefix(_PREFIX).replace("--", "/", 1) for name in folders if name.startswith(_PREFIX)]
 
 
-def is_cached(repo: str) -> bool:
-    """Whether the Hub's cache has a folder for this model. It may lack files or revisions."""
-    return is_folder(_home(repo))
-
-
 def _home(repo: str) -> Path:
     """The folder of a model in the Hub's cache."""
     return Path(_cache(), _PREFIX + repo.replace("/", "--"))

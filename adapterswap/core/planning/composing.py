@@ -438,10 +438,7 @@ def read_composition(recipe: str | Path) -> Composition:
     """
     check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
     path = find_recipe(recipe, "compose")
-    from adapterswap.core.planning.mergekit import (
-        MergekitMerge,  # a seldom used reader
-        read_mergekit,
-    )
+    from adapterswap.core.planning.mergekit import MergekitMerge, read_mergekit  # seldom used
 
     if MergekitMerge.is_at(path):
         merge = read_mergekit(path)

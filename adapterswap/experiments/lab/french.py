@@ -92,7 +92,6 @@ class FrenchPlan:
         """Run a plan: the base, the composition, a sweep over all methods and its report; what is finished is kept.
 
         Args:
-            plan: see `plan_french`.
             tell: called with the current step and its finished share.
 
         Raises:

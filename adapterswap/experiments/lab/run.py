@@ -224,7 +224,6 @@ class LabPlan:
         same numbers, however many seeds run at once.
 
         Args:
-            plan: see `plan_lab`.
             jobs: seeds at once; by default as many as there are cores.
             tell: called with a seed, its current step, and the finished share of the seed.
             finished: called with a seed and its result, as soon as it has one.
