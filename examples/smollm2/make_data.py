@@ -4,7 +4,8 @@
 
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
 and with at most one number word, so that they teach no arithmetic. `french.jsonl` has pairs with words of the problems,
-up to 20 for each word, shorter sentences with more such words first; `french_more.jsonl` has up to 100 for each.
+up to 20 for each word, shorter sentences with more such words first; `french_more.jsonl` has up to 100 for each, and
+`french_random.jsonl` as many pairs, drawn at random.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
 
-from adapterswap.experiments.lab.word_problems import draw_problems, questions_of, training_rows
+from adapterswap.experiments.lab.word_problems import (
+    WordProblem,
+    draw_problem,
+    draw_problems,
+    questions_of,
+    templates,
+    training_rows,
+)
 
 DATA = Path(__file__).parent / "data"
 SEEDS = 5
 LANGUAGES = ("fr", "en", "es")
-MATH_ROWS, MORE_ROWS = 504, 1008  # of each seed
+MATH_ROWS = 2100  # of each seed, 50 of each template
+FURTHER, TRIES = 10, 5000  # further test problems of each template, and how many are drawn to find them
+RANDOM_PAIRS = 5680  # 130 thousand tokens
 PAIRS_FOR_A_WORD = {"french": 20, "french_more": 100}
 WORDS = r"""
 achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
@@ -73,25 +83,45 @@ def with_words(pairs: list[Pair], each: int) -> list[Pair]:
     return taken
 
 
+def write_pairs(name: str, pairs: Iterable[Pair]) -> None:
+    write(f"{name}.jsonl", ({"text": f"French: {french}\nEnglish: {english}"} for french, english in pairs))
+
+
 def write(name: str, rows: Iterable[Mapping[str, object]]) -> None:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     (DATA / name).write_text(text, encoding="utf-8")
 
 
+def further_problems(number: int, exclude: Iterable[str]) -> list[WordProblem]:
+    """Problems of every test template whose English questions are not excluded.
+
+    Three templates have only 64 problems, all of which are in rows or in the test. These keep their test problems.
+    """
+    seen = set(exclude)
+    problems: list[WordProblem] = []
+    tests = draw_problems("test")
+    for template in (template for template in templates() if template.part == "test"):
+        rng = Random(f"further {template.name}")
+        drawn = (draw_problem(template, rng) for _ in range(TRIES))
+        different = {problem.questions["en"]: problem for problem in drawn if problem.questions["en"] not in seen}
+        left = list(different.values())[:number]
+        problems += left if len(left) == number else [one for one in tests if one.template == template.name]
+    return problems
+
+
 def main() -> None:
     pairs = read_pairs()
     for name, each in PAIRS_FOR_A_WORD.items():
-        rows = with_words(pairs, each)
-        write(f"{name}.jsonl", ({"text": f"French: {french}\nEnglish: {english}"} for french, english in rows))
+        write_pairs(name, with_words(pairs, each))
+    write_pairs("french_random", Random(1).sample(pairs, RANDOM_PAIRS))
     problems = {part: draw_problems(part) for part in ("test", "development")}
     asked = [question for part in problems.values() for question in questions_of(part, "en")]
+    known = set(asked)
     for seed in range(SEEDS):
-        first = training_rows(MATH_ROWS, seed, exclude=asked)
-        known = [row["prompt"].removeprefix("Question: ").removesuffix("\nAnswer:") for row in first]
-        more = training_rows(1512, 100 + seed, exclude=[*asked, *known])[:MORE_ROWS]
-        write(f"math-{seed}.jsonl", first)
-        write(f"math-more-{seed}.jsonl", more)
-    for part, drawn_problems in problems.items():
+        rows = training_rows(MATH_ROWS, 200 + seed, exclude=asked)
+        known |= {row["prompt"].removeprefix("Question: ").removesuffix("\nAnswer:") for row in rows}
+        write(f"math-{seed}.jsonl", rows)
+    for part, drawn_problems in {**problems, "further": further_problems(FURTHER, known)}.items():
         for language in LANGUAGES:
             write(f"{part}_{language}.jsonl", (problem.as_row(language) for problem in drawn_problems))
 
