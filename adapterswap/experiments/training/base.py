@@ -15,6 +15,9 @@ from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, Ru
 from adapterswap.kit.files.text import read_json
 from adapterswap.kit.processes import Processes
 
+_SHORT = (
+    256  # up to here torch's kernel for attention in bfloat16 on a CPU takes 3 to 5 times as long as plain products
+)
 _ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
@@ -140,8 +143,9 @@ def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
     """The attention implementation to request from transformers; None leaves the choice to it."""
     if options.attn_implementation != "auto":
         return options.attn_implementation
-    flash = device == "cuda" and dtype == "bfloat16" and find_spec("flash_attn") is not None
-    return "flash_attention_2" if flash else None
+    if dtype == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None:
+        return "flash_attention_2"
+    return "eager" if dtype == "bfloat16" and device == "cpu" and options.max_length <= _SHORT else None
 
 
 def _bits(options: Quantization, dtype: str) -> Any:

@@ -225,8 +225,8 @@ class TrainingOptions(FiniteModel):
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = Field(
         default="auto",
-        description="auto: flash_attention_2 on CUDA in bfloat16 if flash_attn is installed, else transformers' own "
-        "choice (sdpa if the model supports it).",
+        description="In bfloat16, auto is flash_attention_2 on CUDA if flash_attn is installed, and eager on a CPU if "
+        "max_length is at most 256; else it is transformers' own choice (sdpa if the model supports it).",
     )
     torch_compile: bool = Field(default=False, description="Compile the model: a slow start, then faster steps.")
     kernels: bool = Field(

@@ -14,8 +14,10 @@ from refusals import refused
 from safetensors.torch import load_file
 from tolerances import near
 
+from adapterswap.core import OpenedBase
 from adapterswap.core.experts.adapter import open_adapter
 from adapterswap.experiments.training import TrainRecipe, estimate, train
+from adapterswap.experiments.training.base import load_trainable
 from adapterswap.kit.errors import DependencyError, FieldError
 
 from .conftest import echo_rows, make_expert
@@ -74,6 +76,19 @@ def test_optimizers_and_attentions_compute_the_same(tmp_path: Path, make_recipe:
         curves.append([loss for _, loss in report.train_losses])
     assert curves[1] == near(curves[0], depth=3 * LAYERS)
     assert curves[2] == near(curves[0], depth=3 * LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "max_length", "attention"),
+    [("bfloat16", 256, "eager"), ("bfloat16", 257, "sdpa"), ("float32", 256, "sdpa")],
+)
+def test_short_rows_in_bfloat16_have_plain_attention_on_a_cpu(
+    make_recipe: MakeRecipe, dtype: str, max_length: int, attention: str
+) -> None:
+    """Whose backward pass takes a fraction of the time there."""
+    recipe = make_recipe(training={"max_length": max_length})
+    model = load_trainable(OpenedBase.open(recipe.base_model), recipe, device="cpu", dtype=dtype)
+    assert model.config._attn_implementation == attention
 
 
 @pytest.mark.parametrize("bits", [4, 8])
