@@ -21,11 +21,10 @@ $(MODEL): $(STAMP)
 ifdef TRAIN
 demo: $(MODEL)  ## with TRAIN=1 it trains the experts again, for half an hour or more, in demo-trained/
 	$(BIN)/python examples/smollm2/base.py demo-trained/base
-	$(BIN)/adapterswap train examples/smollm2/math_first.yaml --base-model demo-trained/base --out-path demo-trained/math-first
-	$(BIN)/adapterswap train examples/smollm2/math.yaml --base-model demo-trained/base --set start=demo-trained/math-first \
-		--out-path demo-trained/experts/math
-	$(BIN)/adapterswap train examples/smollm2/french.yaml --base-model demo-trained/base --set training.dtype=float32 \
-		--out-path demo-trained/experts/french
+	for expert in math french; do \
+		$(BIN)/adapterswap train examples/smollm2/$$expert.yaml --base-model demo-trained/base --set training.dtype=float32 \
+			--out-path demo-trained/experts/$$expert || exit 1; \
+	done
 	$(BIN)/adapterswap lab --scene french --experts demo-trained/experts --out-path demo-trained/run
 else
 demo: $(MODEL)  ## math in French on a real model: answers side by side, a table, a report page, in demo-run/; it resumes

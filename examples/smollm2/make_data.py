@@ -3,9 +3,8 @@
     python examples/smollm2/make_data.py
 
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
-and with at most one number word, so that they teach no arithmetic. `french.jsonl` has pairs with words of the problems,
-up to 20 for each word, shorter sentences with more such words first; `french_more.jsonl` has up to 100 for each, and
-`french_random.jsonl` as many pairs, drawn at random.
+and with at most one number word, so that they teach no arithmetic. `french_more.jsonl` has pairs with words of the problems,
+up to 100 for each word, shorter sentences with more such words first, and `french_random.jsonl` as many, drawn at random.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LANGUAGES = ("fr", "en", "es")
 MATH_ROWS = 2100  # of each seed, 50 of each template
 FURTHER, TRIES = 10, 5000  # further test problems of each template, and how many are drawn to find them
 RANDOM_PAIRS = 5680  # 130 thousand tokens
-PAIRS_FOR_A_WORD = {"french": 20, "french_more": 100}
+PAIRS_FOR_A_WORD = 100
 WORDS = r"""
 achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
 moins chaque\b chacun\w* jours?\b partag\w* enfants?\b met(?:s|tre|tez)?\b paniers?\b boîtes?\b
@@ -111,8 +110,7 @@ def further_problems(number: int, exclude: Iterable[str]) -> list[WordProblem]:
 
 def main() -> None:
     pairs = read_pairs()
-    for name, each in PAIRS_FOR_A_WORD.items():
-        write_pairs(name, with_words(pairs, each))
+    write_pairs("french_more", with_words(pairs, PAIRS_FOR_A_WORD))
     write_pairs("french_random", Random(1).sample(pairs, RANDOM_PAIRS))
     problems = {part: draw_problems(part) for part in ("test", "development")}
     asked = [question for part in problems.values() for question in questions_of(part, "en")]

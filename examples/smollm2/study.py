@@ -327,12 +327,12 @@ def expert(name: str, make: Callable[[], Delta], device: str) -> Delta:
 def experts_of(seed: int, model: Any, tokenizer: Any) -> dict[str, Callable[[], Delta]]:
     """How each expert of a seed is trained."""
     core = list(range(BOTTOM, LAYERS))
-    solved = encoded(read(f"math-{seed}.jsonl") + read(f"math-more-{seed}.jsonl"), tokenizer)
+    solved = encoded(read(f"math-{seed}.jsonl"), tokenizer)
     chosen = encoded(read("french_more.jsonl"), tokenizer)
     drawn, more = (encoded(random_pairs(tokens, tokenizer), tokenizer) for tokens in (130_000, 500_000))
     return {
-        "math": lambda: train(model, tokenizer, solved, seed=seed, layers=core),
-        "math of all layers": lambda: train(model, tokenizer, solved, seed=seed, layers=None),
+        "math": lambda: train(model, tokenizer, solved, seed=seed, layers=core, batch=16, epochs=2),
+        "math of all layers": lambda: train(model, tokenizer, solved, seed=seed, layers=None, batch=16, epochs=2),
         "french": lambda: train(model, tokenizer, chosen, seed=seed, layers=None, batch=40),
         "french, random pairs": lambda: train(model, tokenizer, drawn, seed=seed, layers=None, batch=40),
         "french, 500 k tokens": lambda: train(model, tokenizer, more, seed=seed, layers=None, batch=40),
@@ -347,8 +347,7 @@ def compositions(math_expert: Delta, every: dict[str, Delta], seed: int) -> Iter
     yield "math expert (= reset)", lambda: math_expert
     yield "soup", lambda: added((0.5, math_expert), (0.5, french))
     yield "sum", lambda: added((1, math_expert), (1, french))
-    yield "sum × 0.5", lambda: added((0.5, math_expert), (0.5, french))
-    yield "sum × 0.7", lambda: added((0.7, math_expert), (0.7, french))
+    yield "tuned sum (math + .5 French)", lambda: added((1, math_expert), (0.5, french))
     yield "TIES", lambda: ties([math_expert, french])
     yield "layer swap", lambda: swapped(math_expert, french)
     yield "swap, random pairs", lambda: swapped(math_expert, every["french, random pairs"])
@@ -359,16 +358,20 @@ def compositions(math_expert: Delta, every: dict[str, Delta], seed: int) -> Iter
     yield "swap with it", lambda: swapped(every["math of all layers"], french)
 
 
+def test_problems(language: str, each: int) -> list[dict[str, Any]]:
+    """Up to `each` problems of every template."""
+    by_template: dict[str, list[dict[str, Any]]] = {}
+    for item in read(f"further_{language}.jsonl"):
+        by_template.setdefault(item["template"], []).append(item)
+    return [item for items in by_template.values() for item in items[:each]]
+
+
 def run(arguments: argparse.Namespace) -> None:
     OUT.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model, tokenizer = load_model(arguments.device)
     model.requires_grad_(False)
-    tests = {language: read(f"test_{language}.jsonl") for language in LANGUAGES}
-    tests = {
-        language: [item for number, item in enumerate(items) if number % 5 < arguments.items]
-        for language, items in tests.items()
-    }
+    tests = {language: test_problems(language, arguments.items) for language in LANGUAGES}
     results = OUT / "results.jsonl"
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     finished = {(row["seed"], row["row"], row["items"]) for row in map(json.loads, lines)}
@@ -441,7 +444,7 @@ def table(arguments: argparse.Namespace) -> None:
     """One table: means over seeds, and the layer swap minus each row with intervals over seeds and over templates."""
     lines = [json.loads(line) for line in (OUT / "results.jsonl").read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line["items"] == arguments.items]
-    templates = [item["template"] for number, item in enumerate(read("test_fr.jsonl")) if number % 5 < arguments.items]
+    templates = [item["template"] for item in test_problems("fr", arguments.items)]
     by_row: dict[str, dict[int, dict[str, list[int]]]] = {}
     for line in lines:
         by_row.setdefault(line["row"], {})[line["seed"]] = {k: [int(c) for c in line[k]] for k in LANGUAGES}
@@ -465,7 +468,7 @@ def main() -> None:
     parser.add_argument("step", choices=("pack", "run", "table"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seeds", type=int, default=5, choices=range(1, 6))
-    parser.add_argument("--items", type=int, default=5, choices=range(1, 6), help="test problems of each template")
+    parser.add_argument("--items", type=int, default=10, choices=range(1, 11), help="test problems of each template")
     parser.add_argument("--only", action="append", help="train only these experts, such as math and french")
     arguments = parser.parse_args()
     if arguments.step == "pack":

@@ -1,38 +1,40 @@
-"""The table of docs/lab.md: the scores of every pair, and the layer swap minus each row with its intervals.
+"""The tables of docs/lab.md: the scores of every pair, and the layer swap minus each row with its intervals.
 
     python examples/smollm2/table.py                       # from results.json
     python examples/smollm2/table.py runs/0 runs/1 ...     # from the sweeps of PLAN.md, which results.json then has
 
-An expert is called by its seed: math-0, french-0; french-0-moved has its layers 4 to 7 in 0 to 3, and 0 to 3 in 4 to 7.
+A run of `adapterswap lab --scene french` among the folders gives the scores of the demonstration. An expert is called
+by its seed: math-0, french-0; french-0-moved has its layers 4 to 7 in 0 to 3, and 0 to 3 in 4 to 7.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from adapterswap.experiments.lab.french import over_templates
-from adapterswap.experiments.lab.word_problems import draw_problems
+from adapterswap.experiments.lab.french import FRENCH_FORMAT
 from adapterswap.experiments.sweeps import CellResult, Run
 
 RESULTS = Path(__file__).with_name("results.json")
+TEST = Path(__file__).parent / "data" / "further_fr.jsonl"
 SWAP, MOVED = "layer swap", "-moved"
-PAIRS = ("math-0+french-0", "math-1+french-1", "math-2+french-2")
-"""The pairs of the plan; the results also have math-1 and math-2 with french-0."""
 ROWS = {
     "base": "base",
     "language expert": "French expert",
     "soup": "soup",
+    "TIES": "TIES",
     "inverse swap": "inverse swap (French in layers 8 to 29 alone)",
     "task expert": "**math expert** (= reset)",
     "swap, layers moved": "swap, French layers in other places",
     "sum": "sum",
+    "tuned sum": "tuned sum (math + .5 French)",
     SWAP: SWAP,
 }
 """Rows in the order of the table, with their headings."""
@@ -54,6 +56,15 @@ def marks_of(results: Iterable[CellResult]) -> Marks:
     return marks
 
 
+def pairs_of(marks: Marks) -> list[str]:
+    """The pairs of the plan: seed k of both experts."""
+    return [pair for pair in marks[SWAP] if re.fullmatch(r"math-(\d+)\+french-\1", pair)]
+
+
+def test_problems() -> list[dict[str, str]]:
+    return [json.loads(line) for line in TEST.read_text(encoding="utf-8").splitlines()]
+
+
 def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64]:
     """A row's marks (problems,) for a pair: a single expert stands in each pair that contains it, the base in all."""
     for experts, text in cells.items():
@@ -67,23 +78,34 @@ def half(values: NDArray[np.float64]) -> float:
     return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
 
 
-def table(marks: Marks, pairs: Sequence[str] = PAIRS) -> list[str]:
+def by_template(marks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The mean of every template (…, templates) of marks (…, problems): each template counts as much as another."""
+    names = [problem["template"] for problem in test_problems()]
+    parts = ([place for place, name in enumerate(names) if name == template] for template in dict.fromkeys(names))
+    return np.stack([marks[..., places].mean(-1) for places in parts], axis=-1)
+
+
+def of_pairs(marks: Marks, row: str) -> NDArray[np.float64]:
+    """A row's marks (pairs, problems)."""
+    return np.array([of_pair(marks[row], pair) for pair in pairs_of(marks)])
+
+
+def table(marks: Marks) -> list[str]:
     """Lines in Markdown."""
-    templates = [problem.template for problem in draw_problems("test")]
-    names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs]
+    names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs_of(marks)]
     lines = [
         "| | " + " | ".join([*names, "mean", "swap − it", "over templates", "over problems", "over pairs"]) + " |",
-        "|---|" + "---:|" * (len(pairs) + 5),
+        "|---|" + "---:|" * (len(names) + 5),
     ]
-    swap = np.array([of_pair(marks[SWAP], pair) for pair in pairs])
+    swap = of_pairs(marks, SWAP)
     for row in (row for row in ROWS if row in marks):
-        scores = np.array([of_pair(marks[row], pair) for pair in pairs])
+        scores = by_template(of_pairs(marks, row))
         cells = [short(mean) for mean in scores.mean(1)] + [short(scores.mean())]
         if row != SWAP:
-            difference, spread = over_templates(swap.mean(0), scores.mean(0), templates)
-            apart = swap - scores
-            cells.append(f"{difference:+.3f}".replace("0.", ".").replace("-", "−"))
-            cells += [f"± {short(one)}" for one in (spread, half(apart.mean(0)), half(apart.mean(1)))]
+            apart = swap - of_pairs(marks, row)
+            means = by_template(apart)
+            cells.append(f"{means.mean():+.3f}".replace("0.", ".").replace("-", "−"))
+            cells += [f"± {short(half(one))}" for one in (means.mean(0), apart.mean(0), means.mean(1))]
         lines.append(f"| {ROWS[row]} | " + " | ".join(cells) + " |")
     return lines
 
@@ -91,19 +113,19 @@ def table(marks: Marks, pairs: Sequence[str] = PAIRS) -> list[str]:
 def in_short(marks: Marks) -> list[str]:
     """The mean scores in one line, for README."""
     rows = [row for row in ROWS if row in marks]
-    means = [short(float(np.mean([of_pair(marks[row], pair) for pair in PAIRS]))) for row in rows]
+    means = [short(by_template(of_pairs(marks, row)).mean()) for row in rows]
     names = [ROWS[row].partition(" (")[0].replace("*", "") for row in rows]
     return [f"| {' | '.join(line)} |" for line in (names, ["---:"] * len(rows), means)]
 
 
 def by_operation(marks: Marks) -> list[str]:
     """For each operation, the mean scores of all rows."""
-    problems = draw_problems("test")
+    operations = list({problem["template"]: problem["operation"] for problem in test_problems()}.values())
     lines = ["| | + | − | × | ÷ |", "|---|---:|---:|---:|---:|"]
     for row in (row for row in ROWS if row in marks):
-        scores = np.mean([of_pair(marks[row], pair) for pair in PAIRS], axis=0)
-        parts = (scores[[problem.operation == operation for problem in problems]].mean() for operation in "+-*/")
-        lines.append(f"| {ROWS[row]} | " + " | ".join(short(part) for part in parts) + " |")
+        scores = by_template(of_pairs(marks, row)).mean(0)
+        parts = (np.mean([one for one, o in zip(scores, operations, strict=True) if o == kind]) for kind in "+-*/")
+        lines.append(f"| {ROWS[row]} | " + " | ".join(short(float(part)) for part in parts) + " |")
     return lines
 
 
@@ -115,12 +137,15 @@ def main() -> None:
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
     if folders := sys.argv[1:]:
         marks: Marks = {}
-        for folder in folders:
+        for folder in map(Path, folders):
+            if (record := folder / "results.json").exists():
+                demonstration = json.loads(record.read_text(encoding="utf-8"))
+                assert demonstration["format"] == FRENCH_FORMAT
+                content["scores"] = {row: round(score, 4) for row, score in demonstration["scores"].items()}
+                continue
             for row, cells in marks_of(Run.read(folder).results).items():
                 marks.setdefault(row, {}).update(cells)
         content["marks"] = {row: marks[row] for row in ROWS if row in marks}
-        shipped = {row: of_pair(marks[row], PAIRS[0]).mean() for row in content["scores"]}
-        content["scores"] = {row: round(float(score), 4) for row, score in shipped.items()}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print("\n\n".join("\n".join(make(content["marks"])) for make in (table, by_operation, in_short)))
 
