@@ -3,8 +3,9 @@
     python examples/smollm2/make_data.py
 
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
-and with at most one number word, so that they teach no arithmetic. `french_more.jsonl` has pairs with words of the problems,
-up to 100 for each word, shorter sentences with more such words first, and `french_random.jsonl` as many, drawn at random.
+and with at most one number word, so that they teach no arithmetic. `french_more.jsonl` has pairs with words of the
+problems, up to 100 for each word, shorter sentences with more such words first; `french_random.jsonl` has as many,
+drawn at random from all.
 """
 
 from __future__ import annotations
