@@ -40,7 +40,7 @@ CEILINGS = {
     "core.model": 59,
     "kit.files": 67,
     "core.planning": 60,
-    "core.writing": 45,
+    "core.writing": 26,
     "core": 51,  # its door
     "kit": 39,
     "experiments.evaluation": 36,
@@ -132,7 +132,7 @@ def test_few_names_cross_a_wall() -> None:
 
 
 # Names of the core that experiments and the command line import past its door. It only falls.
-PAST_THE_DOOR = 90
+PAST_THE_DOOR = 85
 
 
 def test_applications_use_the_cores_door() -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from adapterswap.core import Form, ModelForm, Plan
     from adapterswap.core.model.layers import Stack
     from adapterswap.core.writing.adapter import Prepared
-    from adapterswap.core.writing.outputs import Layout, Reduced
     from adapterswap.core.writing.weights import Merged
     from adapterswap.engines.gguf.export import Exported
     from adapterswap.engines.gguf.layout import PreparedGguf
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
-    from adapterswap.core.writing.cards import licences
+    from adapterswap.core.writing.cards import Licences
 
     return {
         "method": plan.composition.method,
@@ -52,18 +51,18 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "remarks": plan.remarks,
         "notes": list(plan.notes),
         "companions": plan.companions.as_json(),
-        "licenses": {name: licence and str(licence) for name, licence in licences(plan).items()},
+        "licenses": {name: licence and str(licence) for name, licence in Licences.of(plan).stated.items()},
     }
 
 
 def print_plan(plan: Plan, *remarks: str, companions: bool = True) -> None:
     """Print the strip and what it does not show, the plan's notes, `remarks` on the output, and warnings."""
-    from adapterswap.core.writing.cards import licence_warning, licences
+    from adapterswap.core.writing.cards import Licences
 
     echo(*plan.strip.splitlines(), *plan.remarks)
     for remark in (*plan.notes, *remarks):
         note(remark)
-    if (clash := licence_warning(licences(plan))) is not None:
+    if (clash := Licences.of(plan).warning) is not None:
         note(f"Warning: {clash}")
     for line in plan.companions.lines if companions else ():
         note(line)
@@ -77,13 +76,12 @@ def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float])
         note(f"{name}: {share:.1%} of its rows kept")
 
 
-def print_errors_of_rank(reduced: Mapping[str, Reduced], treatment: str = "truncated") -> None:
+def print_errors_of_rank(errors: Mapping[str, float], treatment: str = "truncated") -> None:
     """Print how much of ΔW the reduced modules lost; nothing if there are none."""
     from adapterswap.core import error_text
 
-    if not reduced:
+    if not errors:
         return
-    errors = {name: module.written_error for name, module in reduced.items()}
     worst = max(errors, key=errors.__getitem__)
     note(
         f"{len(errors)} modules {treatment}: relative error of ΔW {error_text(sum(errors.values()) / len(errors))} on "
@@ -151,7 +149,7 @@ def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
 
 
 def _adapter_as_json(prepared: Prepared) -> dict[str, Any]:
-    layout, largest = prepared.layout, _largest_rank(prepared.layout)
+    layout, largest = prepared.layout, _largest_rank(prepared)
     return {
         **plan_as_json(prepared.plan),
         "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
@@ -160,11 +158,12 @@ def _adapter_as_json(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _largest_rank(layout: Layout) -> int | None:
+def _largest_rank(prepared: Prepared) -> int | None:
     """The largest rank of the LoRA modules; None for other kinds. Copies of the base's weights have none."""
-    if layout.config["peft_type"] != "LORA":
+    config = prepared.layout.config
+    if config["peft_type"] != "LORA":
         return None
-    ranks: list[int] = [layout.config["r"], *layout.config["rank_pattern"].values()]
+    ranks: list[int] = [config["r"], *config["rank_pattern"].values()]
     return max(ranks)
 
 
@@ -177,7 +176,7 @@ def _print_adapter(prepared: Prepared) -> None:
     changed = sum(bool(slot.terms) for slot in plan.modules.values())
     modules = f"{changed} of {len(plan.modules)} modules" if changed < len(plan.modules) else f"{changed} modules"
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
-    largest = _largest_rank(layout)
+    largest = _largest_rank(prepared)
     rank = f"; rank up to {largest}" if largest is not None else ""
     print_plan(plan, f"{summary}{rank}; {human_bytes(layout.nbytes)}")
     for first, second in _same(plan):
@@ -197,8 +196,8 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
 def _print_errors(prepared: Prepared) -> None:
     form, reduced = prepared.form, prepared.reduced
     is_bounded = form.max_rank is not None or form.max_error is not None
-    print_errors_of_rank(reduced, "truncated" if is_bounded else "computed at their full rank")
-    largest, name = max(((module.written_error, name) for name, module in reduced.items()), default=(0.0, ""))
+    print_errors_of_rank(prepared.errors, "truncated" if is_bounded else "computed at their full rank")
+    largest, name = max(((error, name) for name, error in prepared.errors.items()), default=(0.0, ""))
     if form.max_error is not None and max((m.error for m in reduced.values()), default=0) <= form.max_error < largest:
         note(
             f"Warning: rounding {name} to its dtype raises its error to {largest:.2g}, above --max-error "
@@ -375,7 +374,7 @@ def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
         "bytes": exported.nbytes,
         "modelfile": exported.modelfile(),
         "server_command": exported.server_command(),
-        **prepared.measured,
+        **prepared.adapter.measured,
     }  # fmt: skip
 
 
@@ -392,7 +391,7 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
     for line in CompanionPlan.on_the_base(experts, None if base is None else base.folder):
         note(line)
-    print_errors_of_rank(prepared.reduced)
+    print_errors_of_rank(prepared.adapter.errors)
     if (modelfile := exported.modelfile()) is not None:
         echo(
             "",

@@ -33,10 +33,9 @@ from adapterswap.core.planning.composition import Composition, expert_name
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.adapter import COMPOSED, prepare
-from adapterswap.core.writing.layout import Shape, adapter_config, most_common
-from adapterswap.core.writing.loadable import with_written_names
+from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.records import CompositionRecord, ConversionRecord
+from adapterswap.core.writing.records import CompositionRecord
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -269,13 +268,10 @@ def convert(
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
             if kind == "LORA" and not (pickled or lowers or older):
                 return record
-            experts = {
-                name: source_record.model_copy(update={"sha256": original})
-                for name, source_record in record.experts.items()
-            }
             sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
             total = Conversion(target, kind, pickled, tuple(approximated.values()))
-            conversion = ConversionRecord(
+            return record.converted(
+                original,
                 peft_type=kind,
                 pickled=pickled,
                 rank=rank,
@@ -285,12 +281,9 @@ def convert(
                     module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
                     for module in approximated.values()
                 },
+                **({"relative_error": total.relative_error} if approximated else {}),
+                **({"saved_rank": saved_rank} if lowers else {}),
             )
-            if approximated:
-                conversion = conversion.model_copy(update={"relative_error": total.relative_error})
-            if lowers:
-                conversion = conversion.model_copy(update={"saved_rank": saved_rank})
-            return record.model_copy(update={"experts": experts, "conversion": conversion})
 
         trial = dry_run or max_error is not None  # errors are known only after the files are written
         written = prepared.write(target if trial else out_path, overwrite=overwrite and not trial, amend=amend)
@@ -381,9 +374,8 @@ def _under_current_names(source: Source, out: Path, base_model: str | None) -> P
     """The adapter's folder, or a copy in `out` with the base's names if its own are older, which PEFT may not know."""
     try:
         plan = _plan_of(Adapter.read(source), "expert", base_model)
-        if with_written_names(plan) is plan:
-            return source.folder
-        return prepare(plan, Form()).write(out)
+        prepared = prepare(plan, Form())
+        return source.folder if prepared.plan is plan else prepared.write(out)
     except AdapterswapError:  # of a kind that cannot be composed, or without a base to compare names with
         return source.folder
 
@@ -417,10 +409,9 @@ def _cut(
     for name, tensor in loaded.saved.items():
         module, _, parameter = name.rpartition(".")
         tensors[ModuleKeys(module).parameter(parameter, wrapped=module in modules)] = tensor.float().numpy()
-    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(
-        shapes, rank, alpha, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
+        shapes, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
         task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
         saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
         variant={"bias": "all"} if config.get("bias", "none") != "none" else None,

@@ -28,7 +28,7 @@ from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Weight, empty_model
 from adapterswap.core.writing.layout import Shape, adapter_config
-from adapterswap.core.writing.outputs import OutputTensor, Spool
+from adapterswap.core.writing.outputs import Spool
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError, check_type
 from adapterswap.kit.files.numbers import Dtype
@@ -99,12 +99,10 @@ class Cut:
         """See `name_tensors`."""
         return name_tensors(self.matrix.weight, *self.factors)
 
-    def stored(self, spool: Spool) -> Iterator[OutputTensor]:
-        """The tensors as they are written, kept in `spool` until then."""
+    def keep(self, spool: Spool) -> None:
+        """Keep the tensors in `spool` until it writes them."""
         for key, values in self.tensors():
-            rows, columns = values.shape
-            data = spool.add(Dtype(self.dtype).pack(np.asarray(values, np.float32)), (rows, columns))
-            yield OutputTensor(key, self.dtype, (rows, columns), None, data=data)
+            spool.keep(key, self.dtype, np.asarray(values, np.float32))
 
 
 def name_tensors(weight: Weight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
@@ -250,8 +248,6 @@ def _loads(model: Any, weights: Sequence[Weight]) -> bool:
     names = {name for weight in weights for name in (weight.name, *weight.tied)}
     config = adapter_config(
         dict.fromkeys(names, Shape(1, 1.0, 1.0)),
-        1,
-        1.0,
         rslora=True,
         base_model=None,
         revision=None,

@@ -255,7 +255,7 @@ def write_lowered(
         tensors[ModuleKeys(weight.name).factor("B", embedding=weight.embedding)] = _torch(b, dtype)
     _write(tensors, out / WEIGHTS)
     content = adapter_config(
-        shapes, config.rank, config.alpha, rslora=config.rslora, base_model=config.base_model,
+        shapes, (config.rank, config.alpha), rslora=config.rslora, base_model=config.base_model,
         revision=config.revision, task_type=config.task_type, fan_in_fan_out=config.fan_in_fan_out, tied=config.tied,
         auto_mapping=config.auto_mapping,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
 from adapterswap.core.writing.outputs import torch_threads
-from adapterswap.core.writing.records import ExtractionRecord, ExtractionRequest, SourceRecord
+from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, Problems
 from adapterswap.kit.files.folders import CARD, OutputKind, files_in
 from adapterswap.kit.files.hashes import sha256_of
@@ -116,7 +116,6 @@ def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str
 
 _KEYS = {*ExtractionRecord.model_fields, OutputKind.LIST, OutputKind.PRINTS}
 _WRITTEN = _KEYS - {"slice"}  # always written
-_REQUEST = ExtractionRequest.model_fields.keys()
 
 
 def verify_extracted(
@@ -135,7 +134,7 @@ def verify_extracted(
         source_paths: the path of the fine-tune, as `full`, to compare it if it is not on the Hub.
         base_model: the path of the base, to compare it if it is not on the Hub.
     """
-    opened = _open(record.extraction, source_paths, base_model)
+    opened = _open(record, source_paths, base_model)
     unfounded = list(_sources_differ(opened, content))
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
     present = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
@@ -180,7 +179,7 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
     request = record.extraction
     over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
-    if over or _REQUEST - content["extraction"].keys() or contradicting(request.full, request.base):
+    if over or request.model_fields.keys() - content["extraction"].keys() or contradicting(request.full, request.base):
         differing_keys.append("extraction")
     if content.get(OutputKind.LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
         differing_keys.append(OutputKind.LIST)
@@ -212,10 +211,10 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
 
 
 def _open(
-    request: ExtractionRequest, source_paths: Mapping[str, str | Path], base_model: str | None
+    record: ExtractionRecord, source_paths: Mapping[str, str | Path], base_model: str | None
 ) -> dict[str, Checkpoint]:
     """The checkpoints that were passed or are on the Hub, by their names in the record."""
-    problems = Problems(ArgumentError)
+    problems, request = Problems(ArgumentError), record.extraction
     for name in source_paths.keys() - {_FULL}:
         problems.add(
             f"`experts` names {name!r}, but the adapter was cut out of one fine-tune, called {_FULL!r}",

@@ -14,28 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap import __version__
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, Kind
-from adapterswap.core.model.sources import CONFIG, FORMAT, PROVENANCE, WEIGHTS, public_name
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.cards import extracted_card
-from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name, most_common
-from adapterswap.core.writing.outputs import OutputTensor, Spool, torch_threads
-from adapterswap.core.writing.records import (
-    ExtractedModule,
-    ExtractionRecord,
-    ExtractionRequest,
-    LeftOut,
-    SliceRecord,
-    SourceRecord,
-)
-from adapterswap.core.writing.tensors import write_computed
+from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name
+from adapterswap.core.writing.outputs import Spool, torch_threads
+from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, ExpertError
 from adapterswap.kit.files.folders import CARD, files_in
 from adapterswap.kit.files.hashes import sha256_of
@@ -170,50 +161,47 @@ def _request(
     selection: Selection,
     hashes: list[dict[str, str]],
     config_from: Literal["base"] | None,
-) -> ExtractionRequest:
+) -> dict[str, Any]:
     """The request for the record; `hashes` are the SHA-256 of the fine-tune's and of the base's shards."""
-    return ExtractionRequest(
-        full=SourceRecord.of_shards(pair.full, hashes[0]),
-        base=SourceRecord.of_shards(pair.base, hashes[1]).with_fingerprints(pair.base.source),
-        rank=form.rank,
-        max_error=form.max_error,
-        layers=selection.layers,
-        modules=list(selection.modules),
-        embeddings=selection.embeddings,
-        config_from=config_from,
-    )
+    return {
+        "full": SourceRecord.of_shards(pair.full, hashes[0]),
+        "base": SourceRecord.of_shards(pair.base, hashes[1]).with_fingerprints(pair.base.source),
+        "rank": form.rank,
+        "max_error": form.max_error,
+        "layers": selection.layers,
+        "modules": list(selection.modules),
+        "embeddings": selection.embeddings,
+        "config_from": config_from,
+    }
 
 
 def _write_folder(
-    folder: Path, pair: WeightPair, extraction: Extraction, tensors: Sequence[OutputTensor],
-    request: ExtractionRequest, base_model: str,
-) -> None:  # fmt: skip
-    """Fill the empty `folder`."""
-    write_computed(tensors, folder / WEIGHTS)
+    folder: Path, pair: WeightPair, extraction: Extraction, spool: Spool, request: Mapping[str, Any], base_model: str
+) -> None:
+    """Fill the empty `folder`; `spool` keeps the tensors."""
+    spool.write(folder / WEIGHTS)
     config = _config(pair, extraction, base_model)
     write_json(folder / CONFIG, config)
     companions = companions_of(pair)
     companions.write(folder)
     beside = sorted(path.relative_to(folder).as_posix() for path in files_in(folder))
     base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
-    record = ExtractionRecord(
-        format=FORMAT,
-        kind="extraction",
-        adapterswap_version=__version__,
+    layers = request["layers"]
+    record = ExtractionRecord.of(
+        request,
+        kept=pair.full.kept_layers if layers is None else KeptLayers.of(layers),
         base_model=base,
         num_layers=pair.num_layers,
         sha256={name: sha256_of(folder / name) for name in beside},
         companions=companions.record,
-        extraction=request,
         extracted={
-            module.name: ExtractedModule(rank=module.rank, relative_error=module.error, norm=module.norm)
+            module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
             for module in extraction.modules
         },
         unchanged=list(extraction.unchanged),
         left_out={
-            parameter.name: LeftOut(reason=parameter.reason, norm=parameter.norm) for parameter in extraction.lost
+            parameter.name: {"reason": parameter.reason, "norm": parameter.norm} for parameter in extraction.lost
         },
-        **SliceRecord.of(pair.full.kept_layers if request.layers is None else KeptLayers.of(request.layers)),
     )
     write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")
@@ -236,12 +224,9 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
     weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
     ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
     shapes = {name: Shape.of_scale(rank, True, 1.0) for name, rank in ranks.items()}
-    rank, alpha = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     base = pair.base.source
     return adapter_config(
         shapes,
-        rank,
-        alpha,
         rslora=True,
         base_model=base.name if base.revision else base_model,
         revision=base.revision,
@@ -344,10 +329,10 @@ def extract(
         COMPOSED.folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
         hashed(opened) as hashes,
     ):
-        spool, tensors = Spool(folder), list[OutputTensor]()
-        extraction = _carry_out(matched, form, progress, lambda cut: tensors.extend(cut.stored(spool)))
+        spool = Spool(folder)
+        extraction = _carry_out(matched, form, progress, lambda cut: cut.keep(spool))
         request = _request(matched, form, selection, hashes(), config_from)
-        _write_folder(folder, matched, extraction, tensors, request, expand_text(str(base_model)))
+        _write_folder(folder, matched, extraction, spool, request, expand_text(str(base_model)))
     return extraction
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,7 @@ from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.records import (
-    CompositionRecord,
-    ConversionRecord,
-    ExtractionRecord,
-    Record,
-    SourceRecord,
-    parse_record,
-)
+from adapterswap.core.writing.records import CompositionRecord, ExtractionRecord, SourceRecord, read_record
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
 from adapterswap.engines.gguf.reading import REMEDY, GgufAdapter, GgufFile
@@ -195,7 +189,7 @@ def verify(
     if isinstance(record, ExtractionRecord):
         return verify_extracted(folder, content, record, experts or {}, base_model)
     if record.conversion is not None:
-        return _verify_converted(folder, content, record, record.conversion, experts or {}, base_model)
+        return _verify_converted(folder, content, record, experts or {}, base_model)
     opened = _find_sources(record, experts or {})
     is_model = record.kind == "model"
     if is_model:
@@ -266,7 +260,6 @@ def _verify_converted(
     folder: Path,
     content: dict[str, Any],
     record: CompositionRecord,
-    conversion: ConversionRecord,
     source_paths: Mapping[str, str | Path],
     base_model: str | None,
 ) -> Verification:
@@ -275,6 +268,8 @@ def _verify_converted(
     The last digits of a singular value decomposition depend on the machine, so nothing is converted again: the plan is
     made of the converted adapter.
     """
+    conversion = record.conversion
+    assert conversion is not None
     changed, located = _changed_files(record.experts, source_paths, PICKLED if conversion.pickled else WEIGHTS)
     unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
     opened = {
@@ -439,21 +434,17 @@ def _content(folder: Path) -> dict[str, Any]:
     return content
 
 
-def _record(folder: Path, content: dict[str, Any]) -> Record:
-    try:
-        record = parse_record(content)
-        if isinstance(record, CompositionRecord):
-            usable = {"format", "composition", "experts"} <= content.keys()
-            if record.kind == "model":
-                usable = usable and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}
-            else:
-                Form(**record.output)
-            if usable:
-                return record
-    except (ValidationError, TypeError):
-        record = None
+def _record(folder: Path, content: dict[str, Any]) -> CompositionRecord | ExtractionRecord:
+    record = read_record(folder)
     if isinstance(record, ExtractionRecord):
         return record
+    if record is not None and {"format", "composition", "experts"} <= content.keys():
+        if record.kind == "model" and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}:
+            return record
+        with suppress(TypeError):
+            if record.kind == "adapter":
+                Form(**record.output)
+                return record
     raise ExpertError(f"This version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.cards import adapter_card
 from adapterswap.core.writing.gates import LaidOut, Requested, check
-from adapterswap.core.writing.layout import lay_out
+from adapterswap.core.writing.layout import lay_out, written_keys
 from adapterswap.core.writing.loadable import loadable_form, with_written_names
-from adapterswap.core.writing.outputs import Form, Layout, Names, Reduced
+from adapterswap.core.writing.outputs import Form, Layout, Names, OutputTensor, Reduced
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
 from adapterswap.core.writing.reduction import reduce
 from adapterswap.core.writing.resolving import Resolved
@@ -24,9 +26,6 @@ from adapterswap.core.writing.tensors import write_tensors
 from adapterswap.kit.errors import check_type
 from adapterswap.kit.files.folders import CARD, OutputKind
 from adapterswap.kit.files.text import expand, write_json
-
-ADAPTER_FILES = (CONFIG, WEIGHTS)
-
 
 COMPOSED = OutputKind(PROVENANCE, lambda record: record.keys() >= {"format", "adapterswap_version"})
 """The folders that `compose`, `slice`, `convert`, `merge` and `extract` write."""
@@ -41,6 +40,13 @@ class Prepared:
     layout: Layout
     reduced: Mapping[str, Reduced]
 
+    @staticmethod
+    def of(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> Prepared:
+        """As `prepare`, without checks, and with the names and the layout that the plan and the form have."""
+        resolved = Resolved.of(plan)
+        reduced = reduce(resolved, form, progress)
+        return Prepared(resolved, form, lay_out(resolved, form, reduced), reduced)
+
     @property
     def plan(self) -> Plan:
         return self.resolved.plan
@@ -54,6 +60,20 @@ class Prepared:
     def measured(self) -> dict[str, Any]:
         """See `measurements`."""
         return self.resolved.measurements(self.reduced)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """The relative error of ΔW of each truncated module, as written."""
+        return {name: module.written_error for name, module in self.reduced.items()}
+
+    def factors(self, lora: LoraModule) -> tuple[OutputTensor, OutputTensor]:
+        """A and B of a module, as written."""
+        a_key, b_key = written_keys(lora, self.plan)
+        return self._by_key[a_key], self._by_key[b_key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, OutputTensor]:
+        return {tensor.key: tensor for tensor in self.layout.tensors}
 
     def write(
         self,
@@ -154,8 +174,6 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
     """
     check(Requested(plan, form))
     form = loadable_form(plan, form)
-    resolved = Resolved.of(with_written_names(plan, form.names))
-    reduced = reduce(resolved, form, progress)
-    layout = lay_out(resolved, form, reduced)
-    check(LaidOut(plan, layout))
-    return Prepared(resolved, form, layout, reduced)
+    prepared = Prepared.of(with_written_names(plan, form.names), form, progress)
+    check(LaidOut(plan, prepared.layout))
+    return prepared

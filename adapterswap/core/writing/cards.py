@@ -80,24 +80,39 @@ def _read(front: Mapping[str, Any]) -> Licence | None:
     return Licence(values[0].lower(), values[1], values[2]) if values[0] else None
 
 
-def licences(plan: Plan) -> dict[str, Licence | None]:
+@dataclass(frozen=True)
+class Licences:
     """The licence that each expert's card states, by the expert's name."""
-    return {name: licence_of(expert.source.folder) for name, expert in plan.experts.items()}
 
+    stated: Mapping[str, Licence | None]
 
-def common_licence(stated: Mapping[str, Licence | None]) -> Licence | None:
-    """The licence that all experts state; None if one states no licence or they differ."""
-    distinct = set(stated.values())
-    return next(iter(distinct)) if len(distinct) == 1 else None
+    @staticmethod
+    def of(plan: Plan) -> Licences:
+        return Licences({name: licence_of(expert.source.folder) for name, expert in plan.experts.items()})
 
+    @property
+    def warning(self) -> str | None:
+        """A warning if experts state different licences; else None."""
+        named = {name: licence for name, licence in self.stated.items() if licence is not None}
+        if len(set(named.values())) < 2:
+            return None
+        listed = ", ".join(f"{name}: {licence}" for name, licence in named.items())
+        return f"the experts' licences differ ({listed}): check whether you may share the result, and under which terms"
 
-def licence_warning(stated: Mapping[str, Licence | None]) -> str | None:
-    """A warning if experts state different licences; else None."""
-    named = {name: licence for name, licence in stated.items() if licence is not None}
-    if len(set(named.values())) < 2:
-        return None
-    listed = ", ".join(f"{name}: {licence}" for name, licence in named.items())
-    return f"the experts' licences differ ({listed}): check whether you may share the result, and under which terms"
+    def front(self) -> dict[str, str]:
+        """The keys of the result's front matter; none if an expert states no licence, or they differ."""
+        distinct = set(self.stated.values())
+        common = distinct.pop() if len(distinct) == 1 else None
+        return common.front() if common else {}
+
+    def text(self) -> str:
+        """A warning if licences differ, or a note if only some experts state one, as Markdown."""
+        if self.warning is not None:
+            return f"\n**Warning**: {escaped(self.warning)}.\n"
+        if any(self.stated.values()) and not all(self.stated.values()):
+            silent = " and ".join(escaped(name) for name, licence in self.stated.items() if licence is None)
+            return f"\nThis card declares no licence, because the card of {silent} does not state one.\n"
+        return ""
 
 
 _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is not markup
@@ -121,13 +136,13 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         layout: the tensors and config that were written.
     """
     base = public_name(plan.base_model)
-    stated = licences(plan)
+    licences = Licences.of(plan)
     is_lora = layout.config["peft_type"] == LORA
     kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
     front = {
         **({"base_model": base} if base and "/" in base else {}),
         "library_name": "peft",
-        **_licence_front(stated),
+        **licences.front(),
         "tags": ["adapterswap", *(["lora"] if is_lora else []), "merge"],
     }
     layers, count = sliced_layers(plan), len(plan.experts)
@@ -145,12 +160,12 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
 
 {kind}{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
 
-{_experts_table(plan, record, stated)}
+{_experts_table(plan, licences)}
 
 {_layers(plan)}
 
 {_size(layout)}
-{_list(remarks)}{_licence_text(stated)}
+{_list(remarks)}{licences.text()}
 ## Use
 
 {loading(layout.config, base, task_type=plan.task_type)}
@@ -167,11 +182,11 @@ def merged_card(plan: Plan, record: CompositionRecord) -> str:
         for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])
         if "/" in name
     ]
-    stated = licences(plan)
+    licences = Licences.of(plan)
     front = {
         **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
         "library_name": "transformers",
-        **_licence_front(stated),
+        **licences.front(),
         "tags": ["adapterswap", "merge"],
     }
     count = len(plan.experts)
@@ -184,10 +199,10 @@ def merged_card(plan: Plan, record: CompositionRecord) -> str:
 Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" if count > 1 else ""} by
 {_how_composed(plan)} with adapterswap {__version__}.
 
-{_experts_table(plan, record, stated)}
+{_experts_table(plan, licences)}
 
 {_layers(plan)}
-{_list(map(escaped, [*record.origins, *plan.remarks]))}{_licence_text(stated)}
+{_list(map(escaped, [*record.origins, *plan.remarks]))}{licences.text()}
 `adapterswap.json` records where every tensor came from, with SHA-256 hashes of the experts.
 `adapterswap verify path/to/this/folder` makes the weights again from their sources and compares the two.
 {_citation(plan)}"""
@@ -272,7 +287,7 @@ def _how_composed(plan: Plan) -> str:
     return find_method(composition.method).title
 
 
-def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, Licence | None]) -> str:
+def _experts_table(plan: Plan, licences: Licences) -> str:
     """A row for each expert: where it is from, its kind, role, rank and licence."""
     rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
     roles = {
@@ -283,7 +298,7 @@ def _experts_table(plan: Plan, record: CompositionRecord, stated: Mapping[str, L
     for name, expert in plan.experts.items():
         adapter = plan.adapters.get(name)
         ranks = sorted({module.rank for module in adapter.modules.values()}) if adapter else []
-        licence = stated[name]
+        licence = licences.stated[name]
         rows.append(
             (
                 escaped(name),
@@ -401,21 +416,6 @@ def _truncation(record: CompositionRecord) -> list[str]:
 def _list(lines: Iterable[str]) -> str:
     text = "".join(f"- {line}\n" for line in lines)
     return f"\n{text}" if text else ""
-
-
-def _licence_front(stated: Mapping[str, Licence | None]) -> dict[str, str]:
-    common = common_licence(stated)
-    return common.front() if common else {}
-
-
-def _licence_text(stated: Mapping[str, Licence | None]) -> str:
-    """A warning if licences differ, or a note if only some experts state one."""
-    if (warning := licence_warning(stated)) is not None:
-        return f"\n**Warning**: {escaped(warning)}.\n"
-    if any(stated.values()) and not all(stated.values()):
-        silent = " and ".join(escaped(name) for name, licence in stated.items() if licence is None)
-        return f"\nThis card declares no licence, because the card of {silent} does not state one.\n"
-    return ""
 
 
 def _citation(plan: Plan) -> str:

@@ -69,8 +69,7 @@ def check_base_name(base_model: str | None) -> None:
 
 def adapter_config(
     shapes: Mapping[str, Shape],
-    rank: int,
-    alpha: float,
+    common: tuple[int, float] | None = None,
     *,
     rslora: bool,
     base_model: str | None,
@@ -86,11 +85,12 @@ def adapter_config(
 
     Args:
         shapes: each module's rank and alpha.
-        rank, alpha: the global values; modules with other values go into the patterns.
+        common: the global rank and alpha, by default the most common; modules with others go into the patterns.
         saved: modules trained in full. For the other arguments see `AdapterConfig`.
         variant: settings for a variant of LoRA in all modules, such as `use_dora`.
     """
     check_base_name(base_model)
+    rank, alpha = common or most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
     names = sorted(shapes, key=lambda name: (-name.count("."), name))
     return {
@@ -384,8 +384,7 @@ def uses_rslora(plan: Plan) -> bool:
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
     return adapter_config(
         shapes,
-        rank,
-        alpha,
+        (rank, alpha),
         rslora=rslora,
         base_model=plan.base_model,
         revision=plan.base_revision,

@@ -12,7 +12,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -143,6 +143,7 @@ class Spool:
         self._lock = Lock()
         self._file: _Unnamed | None = None
         self._bytes_in_memory = self._bytes_in_file = 0
+        self._kept: list[OutputTensor] = []
 
     def add(self, data: Bytes, shape: tuple[int, int]) -> Stored:
         """Keep the bytes of a tensor."""
@@ -163,6 +164,20 @@ class Spool:
                     "Free some space there" if self._folder else remedy,
                 ) from None
         return Stored(shape, data.size, None, self._file, offset)
+
+    def keep(self, key: str, dtype: str, values: npt.NDArray[np.float32]) -> None:
+        """Keep a matrix for the file that `write` writes."""
+        rows, columns = values.shape
+        data = self.add(Dtype(dtype).pack(values), (rows, columns))
+        self._kept.append(OutputTensor(key, dtype, values.shape, None, data=data))
+
+    def write(self, path: Path) -> None:
+        """Write a file of the matrices that were kept, at `path`, which must not exist."""
+        header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in self._kept)
+        with path.open("xb", buffering=0) as output:
+            output.write(header)
+            for tensor in self._kept:
+                write_at(output.fileno(), tensor.assemble({}), places[tensor.key].start)
 
 
 def _read(file: int, size: int, offset: int) -> bytearray:
@@ -286,6 +301,37 @@ class OutputTensor:
         return (alone or self.axis == 0) and all(
             p.factor == 1 and p.rows is None and p.cut is None and p.tensor.dtype == self.dtype for p in self.pieces
         )
+
+    @property
+    def alone(self) -> Piece | None:
+        """The piece whose numbers it has, in its own dtype; None if they are computed."""
+        if self.data is not None or len(self.pieces) != 1:
+            return None
+        piece = self.pieces[0]
+        return piece if piece.tensor.shape == self.shape and piece.factor == 1 and piece.rows is None else None
+
+    def assemble(self, files: Mapping[Path, int]) -> Bytes:
+        """Its bytes, computed from the pieces, which are in these open files."""
+        if self.data is not None:
+            return self.data.read(self.shape)
+        values = np.zeros(self.view or self.shape, np.float32)
+        offsets: set[int] = set()
+        with np.errstate(all="ignore"):  # as in `Dtype.pack`
+            for piece in self.pieces:
+                numbers = piece.source.read_numbers(piece.expert, files[piece.path]) * np.float32(piece.factor)
+                if piece.rows is not None:
+                    numbers *= piece.rows[:, None]
+                if self.axis is None:
+                    values += numbers
+                else:
+                    width = piece.source.shape[self.axis]
+                    place = (slice(None),) * self.axis + (slice(piece.offset, piece.offset + width),)
+                    if piece.cut is not None and piece.offset in offsets:
+                        values[place] += numbers
+                    else:
+                        values[place] = numbers
+                    offsets.add(piece.offset)
+        return Dtype(self.dtype).finite_bytes(values, self.key)
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,18 @@ class CompositionRecord(_Written):
                 return rule.expert
         return recorded
 
+    def converted(self, sha256_of_source: Mapping[str, str], **conversion: Any) -> CompositionRecord:
+        """The record of an adapter that was converted first.
+
+        Args:
+            sha256_of_source: the hashes of the files that it was converted from.
+            conversion: fields of `ConversionRecord`.
+        """
+        sources = {
+            name: source.model_copy(update={"sha256": dict(sha256_of_source)}) for name, source in self.experts.items()
+        }
+        return self.model_copy(update={"experts": sources, "conversion": ConversionRecord(**conversion)})
+
     @staticmethod
     def of(
         plan: Plan,
@@ -366,25 +378,44 @@ class ExtractionRecord(_Written):
     left_out: dict[str, LeftOut] = field(default={})
     slice: SliceRecord | None = None
 
+    @staticmethod
+    def of(
+        request: Mapping[str, Any],
+        extracted: Mapping[str, Mapping[str, Any]],
+        left_out: Mapping[str, Mapping[str, Any]],
+        kept: KeptLayers | None,
+        **fields: Any,
+    ) -> ExtractionRecord:
+        """The record of an extraction.
 
-Record = CompositionRecord | ExtractionRecord
+        Args:
+            request: fields of `ExtractionRequest`.
+            extracted, left_out: by module or parameter, fields of `ExtractedModule` and of `LeftOut`.
+            kept: the layers of the adapter, if it is a slice.
+            fields: the other fields.
+        """
+        return ExtractionRecord(
+            format=FORMAT,
+            kind="extraction",
+            adapterswap_version=__version__,
+            extraction=ExtractionRequest(**request),
+            extracted={name: ExtractedModule(**module) for name, module in extracted.items()},
+            left_out={name: LeftOut(**parameter) for name, parameter in left_out.items()},
+            **SliceRecord.of(kept),
+            **fields,
+        )
 
 
-def parse_record(content: Mapping[str, Any]) -> Record:
-    """Parse the content of an adapterswap.json."""
-    kind = ExtractionRecord if "extraction" in content else CompositionRecord
-    return kind.model_validate(content)
-
-
-def read_record(folder: Path) -> Record | None:
+def read_record(folder: Path) -> CompositionRecord | ExtractionRecord | None:
     """The record in a folder; None if there is none or it cannot be understood."""
     content = Records(folder).provenance()
     if not content:
         return None
     from pydantic import ValidationError
 
+    kind = ExtractionRecord if "extraction" in content else CompositionRecord
     try:
-        return parse_record(content)
+        return kind.model_validate(content)
     except ValidationError:
         return None
 

@@ -20,38 +20,8 @@ import numpy.typing as npt
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout, OutputTensor, header_bytes
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, write_at
+from adapterswap.kit.files.numbers import Dtype, not_finite, write_at
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
-
-
-def assemble(tensor: OutputTensor, files: Mapping[Path, int]) -> Bytes:
-    """Compute an output tensor's bytes from its pieces.
-
-    Args:
-        tensor: the tensor to compute.
-        files: the open files that hold the pieces.
-    """
-    if tensor.data is not None:
-        return tensor.data.read(tensor.shape)
-    values = np.zeros(tensor.view or tensor.shape, np.float32)
-    offsets: set[int] = set()
-    with np.errstate(all="ignore"):  # as in `Dtype.pack`
-        for piece in tensor.pieces:
-            numbers = piece.source.read_numbers(piece.expert, files[piece.path]) * np.float32(piece.factor)
-            if piece.rows is not None:
-                numbers *= piece.rows[:, None]
-            if tensor.axis is None:
-                values += numbers
-            else:
-                width = piece.source.shape[tensor.axis]
-                place = (slice(None),) * tensor.axis + (slice(piece.offset, piece.offset + width),)
-                if piece.cut is not None and piece.offset in offsets:
-                    values[place] += numbers
-                else:
-                    values[place] = numbers
-                offsets.add(piece.offset)
-    return Dtype(tensor.dtype).finite_bytes(values, tensor.key)
-
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
 
@@ -147,7 +117,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
 
     def compute(tensors: Sequence[OutputTensor]) -> None:
         for tensor in tensors:
-            write_at(output.fileno(), assemble(tensor, files), places[tensor.key].start)
+            write_at(output.fileno(), tensor.assemble(files), places[tensor.key].start)
 
     with (
         path.open("xb", buffering=0) as output,
@@ -178,15 +148,6 @@ def _batches(tensors: Iterable[OutputTensor], places: Mapping[str, Tensor]) -> I
             yield batch
             batch, size = [], 0
     yield batch
-
-
-def write_computed(tensors: Sequence[OutputTensor], path: Path) -> None:
-    """Write a file of tensors that are already computed, at `path`, which must not exist."""
-    header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in tensors)
-    with path.open("xb", buffering=0) as output:
-        output.write(header)
-        for tensor in tensors:
-            write_at(output.fileno(), assemble(tensor, {}), places[tensor.key].start)
 
 
 def _copy_targets(plan: Plan, layout: Layout, places: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:

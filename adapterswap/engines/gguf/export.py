@@ -296,7 +296,7 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
         {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
         SourceRecord.of_base(plan.base_source) if plan.base_source else None,
         output={"format": "gguf", "outtype": outtype, **({"pieces": pieces} if pieces else {}), **prepared.output},
-        measured=prepared.measured,
+        measured=prepared.adapter.measured,
     )
     base: dict[str, str | int] = {}
     if prepared.base_name is not None:

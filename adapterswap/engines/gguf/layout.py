@@ -13,8 +13,9 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import multimode
 from typing import Any, Literal
 
 import numpy as np
@@ -31,11 +32,8 @@ from adapterswap.core.planning.base import named_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
-from adapterswap.core.writing.layout import lay_out, most_common, written_keys
-from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.core.writing.reduction import reduce
-from adapterswap.core.writing.resolving import Resolved
-from adapterswap.core.writing.tensors import assemble
+from adapterswap.core.writing.adapter import Prepared
+from adapterswap.core.writing.outputs import Form, OutputTensor
 from adapterswap.engines.gguf.architectures import (
     Architecture,
     ModelSizes,
@@ -85,11 +83,11 @@ class GgufTensor:
 
     def values(self, files: Mapping[Path, int]) -> npt.NDArray[np.float32]:
         """Its numbers, read from the experts' open files."""
-        source = self.source
-        if self.alone is not None:
-            values = self.alone.tensor.read_numbers(self.alone.expert, files[self.alone.path])
+        source, alone = self.source, self.source.alone
+        if alone is not None:
+            values = alone.tensor.read_numbers(alone.expert, files[alone.path])
         else:
-            values = Dtype(source.dtype).unpack(assemble(source, files), source.shape)
+            values = Dtype(source.dtype).unpack(source.assemble(files), source.shape)
         if self.factor != 1:
             with np.errstate(over="ignore"):  # overflow is checked when the numbers are encoded
                 values = values * np.float32(self.factor)
@@ -97,23 +95,13 @@ class GgufTensor:
 
     def copied(self, files: Mapping[Path, int], dtype: str) -> Bytes | None:
         """Its bytes, if they are an expert's own except for the order of rows; else None."""
-        alone = self.alone
+        alone = self.source.alone
         if alone is None or alone.tensor.dtype != dtype or self.factor != 1:
             return None
         raw = alone.tensor.read_bytes(files[alone.path], 0, alone.tensor.nbytes)
         if not Dtype(dtype).is_finite(raw):
             raise not_finite(alone.expert, alone.tensor.name)
         return self._ordered(raw.view(f"V{Dtype.BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
-
-    @property
-    def alone(self) -> Piece | None:
-        """The tensor that it copies, except for the order of rows; None if it is computed."""
-        pieces = self.source.pieces
-        if self.source.data is not None or len(pieces) != 1:
-            return None
-        piece = pieces[0]
-        is_copy = piece.tensor.shape == self.source.shape and piece.factor == 1 and piece.rows is None
-        return piece if is_copy else None
 
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if self.expert_rows is not None:
@@ -132,24 +120,20 @@ class PreparedGguf:
     """An export that is ready to be written.
 
     Attributes:
-        resolved: the plan with its coefficients.
-        form: the bounds on the rank.
-        reduced: the truncated modules, by name.
+        adapter: the same as an adapter in the exact layout, from which the tensors are computed.
         architecture: llama.cpp's name of the base's architecture.
         alpha: the alpha of all files; llama.cpp's scale of a module is alpha / rank.
         tensors: A and B of each module in turn; modules outside the layers come first.
     """
 
-    resolved: Resolved
-    form: Form
-    reduced: Mapping[str, Reduced]
+    adapter: Prepared
     architecture: str
     alpha: float
     tensors: tuple[GgufTensor, ...]
 
     @property
     def plan(self) -> Plan:
-        return self.resolved.plan
+        return self.adapter.plan
 
     @property
     def base_name(self) -> str | None:
@@ -159,12 +143,7 @@ class PreparedGguf:
     @property
     def output(self) -> dict[str, Any]:
         """How it is written, for the record."""
-        return {key: value for key, value in asdict(self.form).items() if key != "layout"}
-
-    @property
-    def measured(self) -> dict[str, Any]:
-        """See `measurements`."""
-        return self.resolved.measurements(self.reduced)
+        return {key: value for key, value in self.adapter.output.items() if key != "layout"}
 
     @staticmethod
     def of(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
@@ -176,13 +155,11 @@ class PreparedGguf:
         places = _places(plan, architecture, ModelConfig(config).language, form)
         check_one_base(plan.adapters)
         _check_copies(plan, reference)
-        resolved = Resolved.of(plan)
-        reduced = reduce(resolved, form, progress)
-        layout = lay_out(resolved, replace(form, layout="exact"), reduced)
-        alpha, tensors = _tensors(resolved.plan, layout, places, architecture)
+        adapter = Prepared.of(plan, form, progress)
+        alpha, tensors = _tensors(adapter, places)
         gguf = load_gguf()
         name = str(gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture.name]])
-        return PreparedGguf(resolved, form, reduced, name, alpha, tensors)
+        return PreparedGguf(adapter, name, alpha, tensors)
 
 
 @dataclass(frozen=True)
@@ -287,22 +264,18 @@ def _check_copies(plan: Plan, reference: str) -> None:
         check_base(carried_copies(adapter, base, name), base, effect="which a GGUF file leaves out", remedy=remedy)
 
 
-def _tensors(
-    plan: Plan, layout: Layout, places: Mapping[str, _Place], architecture: Architecture
-) -> tuple[float, tuple[GgufTensor, ...]]:
+def _tensors(adapter: Prepared, places: Mapping[str, _Place]) -> tuple[float, tuple[GgufTensor, ...]]:
     """The common alpha, and the tensors in the order of the plan's modules."""
-    by_key = {tensor.key: tensor for tensor in layout.tensors}
-    config = layout.config
+    plan, config = adapter.plan, adapter.layout.config
     scales: dict[str, float] = {}  # s·r of each module; llama.cpp divides it by r
     pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
     for name in places:
         lora = plan.slots[name].terms[0].lora
-        a_key, b_key = written_keys(lora, plan)
-        a, b = pairs[name] = by_key[a_key], by_key[b_key]
+        a, _ = pairs[name] = adapter.factors(lora)
         rank = a.shape[0] // lora.experts
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         scales[name] = rank * scale(rank, alpha, config["use_rslora"])
-    common = float(np.float32(most_common(scales.values(), default=1.0)))
+    common = float(np.float32(min(multimode(scales.values()), default=1.0)))
     tensors: list[GgufTensor] = []
     for name, place in places.items():
         slot, (a, b) = plan.slots[name], pairs[name]

@@ -109,7 +109,7 @@ def written(
             else:
                 prepared = for_any_engine(plan, Form("portable", **output))
                 if output:
-                    tell(max((reduced.written_error for reduced in prepared.reduced.values()), default=0.0))
+                    tell(max(prepared.errors.values(), default=0.0))
                 subject = prepared.write(place / "composed", hashes=hashes, companions=False)
         yield subject
 

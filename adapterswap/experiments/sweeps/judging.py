@@ -179,8 +179,7 @@ class LocalJudge:
                 yield None
             return
         adapter = prepare(plan, Form(**cell.output))
-        errors = (reduced.written_error for reduced in adapter.reduced.values())
-        relative_error = max(errors, default=0.0) if cell.output else None
+        relative_error = max(adapter.errors.values(), default=0.0) if cell.output else None
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = stack.enter_context(scratch_folder("sweep"))

@@ -13,8 +13,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.core import OpenedBase
-from adapterswap.core.model.sources import TRAINING_RECORD
-from adapterswap.core.writing.adapter import ADAPTER_FILES
+from adapterswap.core.model.sources import CONFIG, TRAINING_RECORD, WEIGHTS
 from adapterswap.experiments.training.recipe import ChainStart, TrainRecipe
 from adapterswap.experiments.training.report import TrainReport
 from adapterswap.experiments.training.start import Start
@@ -54,7 +53,7 @@ def write_expert(
         start.write_companions(folder)
     record = describe(recipe, base, targets, report, start)
     if start:
-        record["sha256"] = {name: sha256_of(folder / name) for name in ADAPTER_FILES}
+        record["sha256"] = {name: sha256_of(folder / name) for name in (CONFIG, WEIGHTS)}
     write_json(folder / TRAINING_RECORD, record, sort_keys=True, allow_nan=True)  # a loss may be NaN
     (folder / CARD).write_text(_card(recipe, base, targets, report, start), encoding="utf-8")
 

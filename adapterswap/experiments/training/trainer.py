@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import multimode
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from adapterswap.core import SIDES, OpenedBase, Side
-from adapterswap.core.writing.layout import most_common
 from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.experiments.training.data import row_lengths
@@ -330,7 +330,7 @@ class Completing(TrainerCallback):  # type: ignore[misc]
 def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:
     """PEFT's config of the adapter."""
     shapes = {name: (shape.rank, shape.alpha) for name, shape in targets.shapes.items()}
-    rank, alpha = most_common(shapes.values(), default=(options.r, options.alpha))
+    rank, alpha = min(multimode(shapes.values()), default=(options.r, options.alpha))
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
