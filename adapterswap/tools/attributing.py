@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.kinds import LowRank, Whole, of_kind
-from adapterswap.core.changes.locating import Located, locate_all
+from adapterswap.core.changes.kinds import Change, LowRank, Whole, of_kind
+from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, open_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
@@ -354,15 +354,14 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 cast = _half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
                 return _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
 
-            own_changes = {expert: place.change for expert, place in given.items()}
-            low_rank, whole = of_kind(LowRank, own_changes), of_kind(Whole, own_changes)  # `_stated` refuses others
+            low_rank, whole = of_kind(LowRank, given), of_kind(Whole, given)  # `_stated` refuses others
             changes = {
                 **{expert: _low_rank(expert, one, files[one.path], dtype) for expert, one in low_rank.items()},
                 **{expert: _replaced(expert, one, files, dtype) for expert, one in whole.items()},
             }
             return _Subject(
                 name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),
-                read, rounding, changes, {expert: _mistakes(place.change.lora) for expert, place in given.items()},
+                read, rounding, changes, {expert: _mistakes(change.lora) for expert, change in given.items()},
             )  # fmt: skip
 
         found = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
@@ -391,19 +390,20 @@ def _mistakes(lora: LoraModule | None) -> dict[str, float]:
     return dict(zip(_MISTAKES, (*factors, 1 / lora.scale), strict=True))
 
 
-def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Located]]]:
+def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Change]]]:
     """The experts' coefficients by tensor, and every expert's change of every tensor."""
     if plan is None:
         return {}, {}
     problems = Problems(BaseModelError)
     adapters = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
-    located = {name: dict(changes) for name, changes in locate_all(adapters, base, problems).located.items()}
+    located: dict[str, dict[str, Change]] = {
+        name: {key: place.change for key, place in places.items()}
+        for name, places in locate_all(adapters, base, problems).located.items()
+    }
     problems.raise_if_any()
     for name, expert in plan.experts.items():
         if isinstance(expert, Checkpoint):
-            located[name] = {
-                key: Located(part.module, Whole.of(part.path, part.tensor)) for key, part in expert.parameters.items()
-            }
+            located[name] = {key: Whole.of(part.path, part.tensor) for key, part in expert.parameters.items()}
     stated: dict[str, dict[str, float]] = {}
     for slot in plan if plan.is_model else merge_plan(plan, base):
         odd = slot.opaque or slot.spans or not slot.is_linear or any(term.change.rows for term in slot.whole)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.reading import Factors, read_difference
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Weight, empty_model
@@ -174,7 +174,7 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
 
 def _change(matrix: WeightMatrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
     """ΔW, out×in."""
-    delta = read_difference(names, matrix.full, matrix.base, files)
+    delta = matrix.full.difference(names[0], matrix.base.read_rows(names[1], files), files)
     return np.ascontiguousarray(delta.T) if matrix.weight.transposed else delta
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Whole, of_kind
 from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import Factors, read_difference
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.experts.keys import ModuleKeys, canonical_key
 from adapterswap.core.model.base import Base, Weight
@@ -295,7 +295,8 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
     with open_files([adapter.file, *base.shards]) as files:
 
         def read(key: str, change: Whole) -> npt.NDArray[np.float32]:
-            return read_difference(names, change, Whole.of(stored[key].path, stored[key].tensor), files)
+            own = Whole.of(stored[key].path, stored[key].tensor)
+            return change.difference(names[0], own.read_rows(names[1], files), files)
 
         matrices = {}
         for key, change in full.items():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from adapterswap.core.changes.copies import Comparable
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.companions.config import ConfigDifferences, pads_only_to_generate
 from adapterswap.core.experts.adapter import compare_shapes
@@ -29,6 +28,7 @@ from adapterswap.core.model.layers import (
     parse_layers,
 )
 from adapterswap.core.planning.rules import Rule
+from adapterswap.core.writing.copies import Comparable
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,

@@ -262,16 +262,24 @@ class Joint:
     def cut(self, weights: Sequence[float], *, rank: int | None, error: float | None) -> tuple[Spectrum, int, float]:
         """The spectrum of Σ w_i·ΔW_i, the rank to keep (at least 1), and the relative error of that truncation.
 
-        Arguments and errors are those of `truncate`. The spectrum has min(out, in, Σ r_i) singular values, zeros
-        included.
+        It takes O((out+in)·r²), while a dense SVD takes O(out·in·min(out, in)), and truncation is optimal by Eckart &
+        Young 1936. The spectrum has min(out, in, Σ r_i) singular values, zeros included.
+
+        Args:
+            weights: w_i.
+            rank: the maximum rank.
+            error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
         """
         spectrum = self.spectrum(weights)
         count = min(*self.shape, sum(self.ranks))
         sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
-        return spectrum._replace(sigma=sigma), *kept(sigma, rank=rank, error=error)
+        within = (keep for keep in range(1, len(sigma)) if error is not None and _tail(sigma, keep) <= error)
+        keep = next(within, len(sigma))
+        keep = max(1, min(keep, rank or keep, len(sigma)))
+        return spectrum._replace(sigma=sigma), keep, _tail(sigma, keep)
 
 
-def blocks_of(parts: Sequence[Matrix], axis: int) -> list[slice]:
+def _blocks(parts: Sequence[Matrix], axis: int) -> list[slice]:
     """The blocks of the long axis for computing block by block."""
     total = parts[0].shape[1 - axis]
     return [slice(start, min(start + _ROWS, total)) for start in range(0, total, _ROWS)]
@@ -281,7 +289,7 @@ def self_products(parts: Sequence[Matrix], axis: int) -> Core:
     """XᵀX in float64 for X = [parts side by side] (axis 1), or X·Xᵀ for stacked parts (axis 0)."""
     rank = sum(part.shape[axis] for part in parts)
     total = np.zeros((rank, rank))
-    for block in blocks_of(parts, axis):
+    for block in _blocks(parts, axis):
         piece = _block(parts, axis, block)
         total += piece.T @ piece if axis == 1 else piece @ piece.T
     return total
@@ -291,7 +299,7 @@ def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
     """In float64, columns of B mixed: [B_1 … B_K]·mix (n×k, axis 1); or rows of A: mixᵀ·[A_1; …; A_K] (k×n, axis 0)."""
     long, count = parts[0].shape[1 - axis], mix.shape[1]
     result = np.empty((long, count) if axis == 1 else (count, long))
-    for block in blocks_of(parts, axis):
+    for block in _blocks(parts, axis):
         piece = _block(parts, axis, block)
         if axis == 1:
             np.matmul(piece, mix, out=result[block])
@@ -333,58 +341,10 @@ def _equal(first: Factors, second: Factors) -> bool:
     return first_entries and np.array_equal(first.a, second.a) and np.array_equal(first.b, second.b)
 
 
-class Truncated(NamedTuple):
-    """A low-rank approximation of ΔW.
-
-    Attributes:
-        factors: the approximation's factors, with √σ on each side.
-        singular_values: the kept singular values, in descending order.
-        error: ‖ΔW - b·a‖ / ‖ΔW‖ in the Frobenius norm; 0 for ΔW = 0.
-    """
-
-    factors: Factors
-    singular_values: Matrix
-    error: float
-
-
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
     """⟨X, Y⟩ / (‖X‖·‖Y‖), clipped to ±1; None if one of the norms is zero."""
     first, second = norms
     return max(-1.0, min(1.0, product / (first * second))) if first and second else None
-
-
-def truncate(factors: Factors, *, rank: int | None = None, error: float | None = None) -> Truncated:
-    """The best approximation of ΔW of a given rank, or of the smallest rank within a relative error.
-
-    `Joint` computes the singular values of ΔW in float64 in O((out+in)·r²), while a dense SVD costs
-    O(out·in·min(out, in)). Truncation is optimal by Eckart & Young 1936.
-
-    Args:
-        factors: the factors of ΔW.
-        rank: the maximum rank.
-        error: the maximum relative error, reached with the smallest possible rank. If both are given, `rank` wins.
-
-    Returns:
-        Factors in the dtype of `factors`.
-    """
-    joint = Joint([factors])
-    spectrum, keep, lost = joint.cut([1.0], rank=rank, error=error)
-    left, right = joint.mixture([1.0], spectrum, keep)
-    dtype = factors.a.dtype
-    a, b = mixed([factors.a], right.T, 0).astype(dtype), mixed([factors.b], left, 1).astype(dtype)
-    return Truncated(Factors(a, b), spectrum.sigma[:keep], lost)
-
-
-def kept(sigma: Matrix, *, rank: int | None, error: float | None) -> tuple[int, float]:
-    """The rank to keep of descending singular values, and its relative error. Arguments are those of `truncate`."""
-    keep = smallest_rank(sigma, error) if error is not None else len(sigma)
-    keep = max(1, min(keep, rank or keep, len(sigma)))
-    return keep, _tail(sigma, keep)
-
-
-def smallest_rank(sigma: Matrix, error: float) -> int:
-    """The smallest rank whose truncation has at most this relative error, for descending singular values."""
-    return next((rank for rank in range(1, len(sigma)) if _tail(sigma, rank) <= error), len(sigma))
 
 
 def _tail(sigma: Matrix, keep: int) -> float:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from adapterswap.core.experts.adapter import LoraModule, OpaqueModule, Part
 from adapterswap.core.model.base import ExpertRows
+from adapterswap.kit.files.numbers import too_large
 from adapterswap.kit.files.tensorfile import Tensor
 
 
@@ -60,6 +61,10 @@ class LowRank:
     def method(self) -> str:
         """What messages call it."""
         return "LoRA"
+
+    def at(self, name: str) -> LowRank:
+        """The same of a module under another name."""
+        return replace(self, lora=self.lora.at(name, self.lora.layer))
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,26 @@ class Whole:
         numbers = self.tensor.read_elements(owner, files[self.path], start * columns, stop * columns)
         return numbers.reshape(stop - start, columns)
 
+    def difference(
+        self,
+        owner: str,
+        own_rows: npt.NDArray[np.float32],
+        files: Mapping[Path, int],
+        start: int = 0,
+        stop: int | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """ΔW = W - W_base in rows `start` to `stop`; `own_rows` are the base's, the other arguments `read_rows`'s."""
+        delta = self.read_rows(owner, files, start, stop)
+        with np.errstate(all="ignore"):
+            delta -= own_rows
+        if not np.isfinite(delta).all():
+            raise too_large(self.tensor.name)
+        return delta
+
+    def at(self, name: str) -> Whole:
+        """As for `LowRank`."""
+        return self
+
 
 @dataclass(frozen=True)
 class Opaque:
@@ -162,6 +187,10 @@ class Opaque:
     def method(self) -> str:
         """What messages call it, such as DoRA."""
         return self.part.method
+
+    def at(self, name: str) -> Opaque:
+        """As for `LowRank`."""
+        return replace(self, part=self.part.at(name, self.part.layer))
 
 
 Change = LowRank | Whole | Opaque
@@ -239,10 +268,3 @@ def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:
     if isinstance(part, LoraModule):
         return LowRank(part, path, transposed)
     return Opaque(part, path, transposed) if isinstance(part, OpaqueModule) else Whole(path, part.tensors, part.rows)
-
-
-def renamed(change: Change, name: str) -> Change:
-    """The change of a module under another name."""
-    if isinstance(change, LowRank):
-        return replace(change, lora=change.lora.at(name, change.lora.layer))
-    return replace(change, part=change.part.at(name, change.part.layer)) if isinstance(change, Opaque) else change

@@ -7,19 +7,18 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from adapterswap.core.changes.copies import Carried
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModelConfig, ModuleName, has_both_stacks
-from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor
 
@@ -478,13 +477,3 @@ def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Calla
         return next((name for name in names if name in parameters), None)
 
     return stored_name
-
-
-def carried_copies(adapter: Adapter, base: Checkpoint, name: str) -> Iterator[Carried]:
-    """An adapter's copies of base weights, each with the base's own weight; `name` is the adapter's, for messages."""
-    problems = Problems(ExpertError)
-    stored, located, _ = locate_all({name: adapter}, base, problems)
-    problems.raise_if_any()
-    for key, place in located[name].items():
-        if (copy := place.change.copy) is not None:
-            yield Carried(name, adapter, key, copy, Whole.of(stored[key].path, stored[key].tensor))

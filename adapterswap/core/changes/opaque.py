@@ -23,26 +23,24 @@ Floats = npt.NDArray[np.floating[Any]]
 _MODULE = "adapted"
 
 
-def merged_weight(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers]) -> Numbers:
-    """W' = f(W), in float32, as `merge_and_unload` computes it.
+def merged(
+    change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers], *, as_delta: bool = False
+) -> Numbers:
+    """W' = f(W), in float32, as `merge_and_unload` computes it, or ΔW = f(W) - W.
+
+    ΔW is computed in float64 and rounded once. In float32 it would have rounding errors of the size of the weight's,
+    which methods on singular values take for further directions.
 
     Args:
         change: the module's settings.
         parameter: the module's parameter to merge: `weight` or `bias`.
         own: the base's parameter, as the model stores it.
         tensors: the module's tensors by the names in `change.part.tensors`, including those that modules share.
+        as_delta: return ΔW.
     """
-    return np.ascontiguousarray(_merged(change, parameter, own, tensors), np.float32)
-
-
-def merged_delta(change: Opaque, parameter: str, own: Numbers, tensors: Mapping[str, Numbers]) -> Numbers:
-    """ΔW = f(W) - W, computed in float64 and rounded once.
-
-    In float32 it would have rounding errors of the size of the weight's, which methods on singular values take for
-    further directions. Arguments and errors are those of `merged_weight`.
-    """
-    merged = _merged(change, parameter, own.astype(np.float64), tensors)
-    return np.ascontiguousarray(merged - own, np.float32)
+    if not as_delta:
+        return np.ascontiguousarray(_merged(change, parameter, own, tensors), np.float32)
+    return np.ascontiguousarray(_merged(change, parameter, own.astype(np.float64), tensors) - own, np.float32)
 
 
 def _merged(change: Opaque, parameter: str, own: Floats, tensors: Mapping[str, Numbers]) -> Floats:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Whole
+from adapterswap.core.changes.kinds import Change, LowRank, Opaque
 from adapterswap.core.experts.adapter import Adapter, LoraModule
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.numbers import too_large
@@ -51,6 +51,15 @@ class Factors(NamedTuple):
         """Rows `start` to `stop` of ΔW, dense."""
         return np.asarray(self.b[start:stop] @ self.a)
 
+    def row_magnitudes(self, name: str) -> npt.NDArray[np.float64]:
+        """The mean absolute value of each row of ΔW (out values), in blocks; `name` is for messages."""
+        means, step = [], max(1, _BLOCK // self.a.shape[1])
+        for start in range(0, len(self.b), step):
+            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                rows = self.rows(start, start + step)
+            means.append(np.abs(finite(rows, name)).mean(axis=1, dtype=np.float64))
+        return np.concatenate(means)
+
     def masked(self, kept: npt.NDArray[np.bool_]) -> Factors:
         """The factors of ΔW with zeros in the rows where `kept` (out values) is false."""
         return Factors(self.a, self.b * kept[:, None])
@@ -85,19 +94,6 @@ class Factors(NamedTuple):
         )
 
 
-Delta = Factors | Rows  # ΔW as factors or dense; out×in
-
-
-def blocks(delta: Delta, name: str) -> Iterator[Rows]:
-    """ΔW in blocks of whole rows, in float32."""
-    out, width = delta.shape
-    step = max(1, _BLOCK // width)
-    for start in range(0, out, step):
-        with np.errstate(all="ignore"):  # what overflows is found by `finite`
-            rows = delta.rows(start, start + step) if isinstance(delta, Factors) else delta[start : start + step]
-        yield finite(rows, name)
-
-
 def finite(rows: Matrix, name: str) -> Matrix:
     """Return the rows unchanged if all numbers are finite."""
     if not np.isfinite(rows).all():
@@ -105,34 +101,30 @@ def finite(rows: Matrix, name: str) -> Matrix:
     return rows
 
 
-def mean_absolute(rows: Matrix) -> npt.NDArray[np.float64]:
-    """The mean absolute value of each row."""
-    return np.asarray(np.abs(rows).mean(axis=1, dtype=np.float64))
+class FactorReader(NamedTuple):
+    """Reads experts' factors of modules from files that are open.
+
+    Attributes:
+        adapters: by expert.
+        files: their open files.
+    """
+
+    adapters: Mapping[str, Adapter]
+    files: Mapping[Path, int]
+
+    @classmethod
+    @contextmanager
+    def open(cls, adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
+        """The files stay open until the block ends."""
+        with open_files(adapter.file for adapter in adapters.values()) as files:
+            yield cls(adapters, files)
+
+    def __call__(self, expert: str, module: LoraModule) -> Factors:
+        """ΔW = b·a of an expert's module in float32, with the scale in b."""
+        return Factors.read(expert, self.files[self.adapters[expert].file.path], module)
 
 
-def row_magnitudes(delta: Delta, name: str) -> npt.NDArray[np.float64]:
-    """The mean absolute value of each row of ΔW (out values); errors as for `blocks`."""
-    return np.concatenate([mean_absolute(block) for block in blocks(delta, name)])
-
-
-def read_difference(names: tuple[str, str], full: Whole, own: Whole, files: Mapping[Path, int]) -> Rows:
-    """ΔW = W_full - W_base of a whole tensor, as it is stored; `names` are those of the fine-tune and its base."""
-    return row_reader(names[0], full, files)(own.read_rows(names[1], files), 0, None)
-
-
-FactorReader = Callable[[str, LoraModule], Factors]  # (expert, module) → its ΔW = b·a in float32, the scale in b
 RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
-
-
-@contextmanager
-def factor_reader(adapters: Mapping[str, Adapter]) -> Iterator[FactorReader]:
-    """A function that reads an expert's factors of a module. The files stay open until the block ends."""
-    with open_files(adapter.file for adapter in adapters.values()) as files:
-
-        def read(expert: str, module: LoraModule) -> Factors:
-            return Factors.read(expert, files[adapters[expert].file.path], module)
-
-        yield read
 
 
 def _read_factors(expert: str, file: int, module: LoraModule) -> Factors:
@@ -158,10 +150,4 @@ def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowRea
 
         return product
 
-    def difference(base_rows: Rows, start: int, stop: int | None) -> Rows:
-        delta = change.read_rows(expert, files, start, stop)
-        with np.errstate(all="ignore"):
-            delta -= base_rows
-        return finite(delta, change.tensor.name)
-
-    return difference
+    return lambda base_rows, start, stop: change.difference(expert, base_rows, files, start, stop)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
-from adapterswap.core.changes.opaque import merged_delta, merged_weight
+from adapterswap.core.changes.opaque import merged
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.model.base import ExpertRows
@@ -438,8 +438,7 @@ def _merged(
 ) -> Delta:
     """An opaque term's W_i, or its ΔW_i, as the model stores it."""
     decoded = {name: Dtype(part.tensor.dtype).unpack(part.raw, part.tensor.shape) for name, part in tensors.items()}
-    compute = merged_delta if as_delta else merged_weight
-    return compute(term.change, slot.name.rpartition(".")[2], base, decoded)
+    return merged(term.change, slot.name.rpartition(".")[2], base, decoded, as_delta=as_delta)
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:

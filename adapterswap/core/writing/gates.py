@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.changes.copies import Carried, check_base, check_one_base, check_tied_rows
 from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.experts.config import check_written
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.writing.copies import Carried, check_base, check_one_base, check_tied_rows
 from adapterswap.core.writing.loadable import check_form, check_fusing, check_renaming
 from adapterswap.core.writing.outputs import Form, Layout
 from adapterswap.kit.errors import ExpertError, UnsupportedError

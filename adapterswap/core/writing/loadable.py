@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from adapterswap.core.changes.copies import Comparable
-from adapterswap.core.changes.kinds import renamed
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more
 from adapterswap.core.experts.keys import KINDS, ModuleKeys, is_fused
@@ -27,6 +25,7 @@ from adapterswap.core.planning.base import named_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
+from adapterswap.core.writing.copies import Comparable
 from adapterswap.core.writing.outputs import Form, Layout, Names
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
 from adapterswap.kit.files.tensorfile import Tensor, open_files
@@ -245,7 +244,7 @@ def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def _renamed(slot: Slot, name: str) -> Slot:
-    terms = tuple(replace(term, change=renamed(term.change, name)) for term in slot.terms)
+    terms = tuple(replace(term, change=term.change.at(name)) for term in slot.terms)
     return replace(slot, name=name, terms=terms)
 
 

@@ -1,6 +1,6 @@
 """Reduce modules to a rank: linear blends above `max_rank`, and every nonlinear blend.
 
-Linear blends have low rank, and `joint.truncate` truncates them without forming ΔW: exact and cheaper. Nonlinear ones
+Linear blends have low rank, and `Joint.cut` truncates them without forming ΔW: exact and cheaper. Nonlinear ones
 (TIES, DARE, pruning) have full rank: their ΔW is formed, one module at a time, and approximated by torch's randomized
 SVD, after Halko, Martinsson & Tropp 2011 (arXiv:0909.4061).
 """
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.joint import Joint, Truncated, blocks_of, mixed
-from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader
+from adapterswap.core.changes.joint import Joint, mixed
+from adapterswap.core.changes.reading import FactorReader, Factors
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
@@ -30,6 +30,21 @@ _SHARE = 4  # and so are those that must keep more than a quarter of their singu
 _FIRST = 32  # singular values to sample first if an error is requested
 _OVERSAMPLING = 32  # columns beyond the requested rank, and
 _POWER_ITERATIONS = 6  # passes over the matrix: both make the randomized SVD more accurate
+_ROWS = 1024  # of a factor, to compute and round at a time
+
+
+class Truncated(NamedTuple):
+    """A low-rank approximation of ΔW.
+
+    Attributes:
+        factors: the approximation's factors, with √σ on each side.
+        singular_values: the kept singular values, in descending order.
+        error: ‖ΔW - b·a‖ / ‖ΔW‖ in the Frobenius norm; 0 for ΔW = 0.
+    """
+
+    factors: Factors
+    singular_values: npt.NDArray[np.floating]
+    error: float
 
 
 def approximate(
@@ -107,7 +122,7 @@ def reduce(
     if not to_reduce:
         return {}
     reduced, spool = {}, Spool()
-    with factor_reader(plan.adapters) as read:
+    with FactorReader.open(plan.adapters) as read:
 
         def reduce_one(module: Slot) -> Reduced:
             try:
@@ -192,7 +207,8 @@ def _rounded(
     shape = (rank, long) if axis == 0 else (long, rank)
     data = np.empty((*shape, Dtype.BYTES[dtype]), np.uint8)
     across, within = np.zeros((rank, rank)), np.zeros((rank, rank))
-    for block in blocks_of(parts, axis):
+    for start in range(0, long, _ROWS):
+        block = slice(start, min(start + _ROWS, long))
         exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
         raw = Dtype(dtype).finite_bytes(exact.astype(np.float32), key)
         rounded = Dtype(dtype).unpack(raw, exact.shape).astype(np.float64)

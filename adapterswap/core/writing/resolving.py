@@ -21,7 +21,7 @@ import numpy.typing as npt
 from adapterswap.core.changes.joint import Joint
 from adapterswap.core.changes.kinds import Change, Whole
 from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import FactorReader, Factors, factor_reader, row_magnitudes, row_reader
+from adapterswap.core.changes.reading import FactorReader, Factors, row_reader
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
@@ -60,7 +60,7 @@ def _magnitude(shares: Mapping[str, float], plan: Plan) -> float:
     """The mean absolute ΔW of an expert, or of the average of several."""
     adapters = {name: adapter for name, adapter in plan.adapters.items() if name in shares}
     if len(adapters) == len(shares):
-        with factor_reader(adapters) as read:
+        with FactorReader.open(adapters) as read:
             return _adapters_magnitude(read, shares, adapters)
     return _dense_magnitude(shares, plan, adapters)
 
@@ -78,7 +78,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
             for expert, share in shares.items()
             if name in modules_of[expert]
         ]
-        means = row_magnitudes(_joined(parts), name)
+        means = _joined(parts).row_magnitudes(name)
         total, rows = total + float(means.sum()), rows + means.size
     return total / rows
 
@@ -158,13 +158,13 @@ class Resolved:
         if not (by_magnitude or by_angle or threshold):
             return Resolved(plan)
         magnitudes = sides_magnitudes(plan)
-        with factor_reader(plan.adapters) as read:
+        with FactorReader.open(plan.adapters) as read:
             slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
             kept_rows = {}
             if threshold is not None:
                 for slot in plan.modules.values():
                     for side, factors in side_factors(slot, read).items():
-                        kept_rows[side, slot.name] = row_magnitudes(factors, slot.name) >= threshold
+                        kept_rows[side, slot.name] = factors.row_magnitudes(slot.name) >= threshold
         return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
 
 

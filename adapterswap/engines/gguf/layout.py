@@ -21,8 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.copies import check_base, check_one_base
-from adapterswap.core.changes.locating import carried_copies
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.config import scale
 from adapterswap.core.model.checkpoints import open_checkpoint
@@ -33,6 +31,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.adapter import Prepared
+from adapterswap.core.writing.copies import check_copies, check_one_base
 from adapterswap.core.writing.outputs import Form, OutputTensor
 from adapterswap.engines.gguf.architectures import (
     Architecture,
@@ -261,7 +260,7 @@ def _check_copies(plan: Plan, reference: str) -> None:
         ) from None
     for name, adapter in carrying.items():
         remedy = "Pass the base that it was trained on as `base_model`"
-        check_base(carried_copies(adapter, base, name), base, effect="which a GGUF file leaves out", remedy=remedy)
+        check_copies(name, adapter, base, effect="which a GGUF file leaves out", remedy=remedy)
 
 
 def _tensors(adapter: Prepared, places: Mapping[str, _Place]) -> tuple[float, tuple[GgufTensor, ...]]:

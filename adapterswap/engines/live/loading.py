@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.changes.copies import Comparable
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
 from adapterswap.core.experts.names import under_canonical_names
@@ -30,6 +29,7 @@ from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target, clash
+from adapterswap.core.writing.copies import Comparable
 from adapterswap.engines.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
 from adapterswap.kit.errors import (
     AdapterswapError,

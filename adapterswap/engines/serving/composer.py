@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap import __version__
-from adapterswap.core.changes.copies import check_base
-from adapterswap.core.changes.locating import carried_copies
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
 from adapterswap.core.model.base import Base
@@ -39,6 +37,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.adapter import Prepared, prepare
+from adapterswap.core.writing.copies import check_copies as compare_copies
 from adapterswap.core.writing.outputs import Form
 from adapterswap.engines.serving.cache import Cache, Memo, content_hash, stamps_in
 from adapterswap.engines.serving.names import Manifest, UnknownNameError, composition_of
@@ -122,7 +121,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
     if memo.get(key):
         return
     remedy = "Serve experts of this base model"
-    check_base(carried_copies(adapter, base, name), base, effect=f"which {engine} leaves out", remedy=remedy)
+    compare_copies(name, adapter, base, effect=f"which {engine} leaves out", remedy=remedy)
     memo.put(key, True)
 
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import Delta, Factors, read_difference
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES
@@ -25,6 +28,7 @@ from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
 
 Expert = Adapter | Checkpoint
+Delta = Factors | npt.NDArray[np.float32]  # ΔW as factors or dense; out×in
 
 
 def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, Expert]:
@@ -132,7 +136,7 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
                 assert isinstance(matrix.source, StoredTensor)
                 found = (matrix.source, base.parameters[matrix.source.name])
                 ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
-                delta = read_difference((expert.name, base.name), ours, own, files)
+                delta = ours.difference(expert.name, own.read_rows(base.name, files), files)
                 return delta.T if expert.is_transposed(matrix.source.name) else delta
 
         yield read

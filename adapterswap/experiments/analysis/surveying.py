@@ -23,11 +23,11 @@ import numpy.typing as npt
 
 from adapterswap.core import Adapter, Checkpoint
 from adapterswap.core.changes.joint import Joint, cosine, mixed
-from adapterswap.core.changes.reading import Delta, Factors, finite
+from adapterswap.core.changes.reading import Factors
 from adapterswap.core.writing.outputs import map_in_threads
-from adapterswap.experiments.analysis.reading import Matrix, Reader, delta_reader, matrices
+from adapterswap.experiments.analysis.reading import Delta, Matrix, Reader, delta_reader, matrices
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.numbers import Dtype, row_ranges
+from adapterswap.kit.files.numbers import Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import open_files
 
 Vectors = npt.NDArray[np.floating]
@@ -335,14 +335,16 @@ def _by_blocks(deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples:
         blocks, negative, zeros = {}, {}, {}
         for expert, delta in deltas.items():
             block = memory[expert][:size].reshape(shape)
-            with np.errstate(all="ignore"):  # what overflows is found by `finite`
+            with np.errstate(all="ignore"):  # what overflows is found below
                 if isinstance(delta, Factors):
                     np.matmul(delta.b[in_rows], delta.a[:, in_columns], out=block)
                 else:
                     block[:] = delta[in_rows, in_columns]
                 sums = np.abs(block, out=magnitudes) @ ones[: shape[1]]
             if not np.isfinite(sums).all():  # an entry is not finite, or only the sum overflows
-                sums = np.abs(finite(block, held[expert].name)).sum(axis=1, dtype=np.float64)
+                if not np.isfinite(block).all():
+                    raise too_large(held[expert].name)
+                sums = np.abs(block).sum(axis=1, dtype=np.float64)
             absolute[expert][in_rows] += sums
             if expert in whole:
                 dense.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))

@@ -82,7 +82,7 @@ def test_an_adapter_over_a_merged_one_needs_the_merged_weights(
 def test_one_number_among_many(model: Make, carrying: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors.torch import load_file, save_file
 
-    from adapterswap.core.changes import copies
+    from adapterswap.core.writing import copies
 
     monkeypatch.setattr(copies, "_ELEMENTS", 100)
     adapter = carrying(model())

@@ -24,8 +24,8 @@ from tolerances import close, near, tolerance
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.changes.joint import Joint, truncate
-from adapterswap.core.changes.reading import Factors, factor_reader, row_magnitudes
+from adapterswap.core.changes.joint import Joint
+from adapterswap.core.changes.reading import FactorReader, Factors
 from adapterswap.core.methods.dense import drop_mask, keep_largest
 from adapterswap.core.planning.rules import Rule
 from adapterswap.core.writing.adapter import prepare
@@ -119,18 +119,20 @@ def test_truncation_is_the_svd_of_delta_w(data: st.DataObject, out: int, width: 
     a = data.draw(hnp.arrays(np.float64, (rank, width), elements=numbers))
     dense = b @ a
     wanted = data.draw(st.integers(1, rank))
-    result = truncate(Factors(a, b), rank=wanted)
+    joint = Joint([Factors(a, b)])
+    spectrum, keep, error = joint.cut([1.0], rank=wanted, error=None)
+    left, right = joint.mixture([1.0], spectrum, keep)
     sigma = np.linalg.svd(dense, compute_uv=False)
-    count = min(len(result.singular_values), len(sigma))
+    count = min(keep, len(sigma))
     # The size of the terms, which may exceed that of their sum: terms cancel.
     size = np.linalg.norm(b) * np.linalg.norm(a)
-    close(result.singular_values[:count], sigma[:count], dtype=torch.float64, scale=size)
-    lost = np.linalg.norm(dense - result.factors.b @ result.factors.a)
+    close(spectrum.sigma[:count], sigma[:count], dtype=torch.float64, scale=size)
+    lost = np.linalg.norm(dense - b @ left @ right @ a)
     assert lost == near(np.linalg.norm(sigma[wanted:]), dtype=torch.float64, scale=size)
     # The error is the root of a difference of squares, so it contains the root of their rounding.
     norm = np.linalg.norm(dense) or 1
     allowed = mathematics.sqrt(tolerance(1.0, dtype=torch.float64)) * max(1, size / norm)
-    assert result.error == pytest.approx(lost / norm, abs=allowed)
+    assert error == pytest.approx(lost / norm, abs=allowed)
 
 
 @pytest.mark.parametrize("error", [0.5, 0.1, 0.01])
@@ -200,7 +202,7 @@ def test_randomized_svd_is_as_good_as_the_dense_one(rank: int | None, error: flo
 
 def test_a_matrix_of_zeros_has_no_error() -> None:
     assert approximate(np.zeros((6, 5), np.float32), rank=2, error=None).error == 0
-    assert truncate(Factors(np.zeros((2, 5)), np.ones((6, 2))), rank=1).error == 0
+    assert Joint([Factors(np.zeros((2, 5)), np.ones((6, 2)))]).cut([1.0], rank=1, error=None)[2] == 0
 
 
 @given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 300))
@@ -210,7 +212,7 @@ def test_low_rank_arithmetic_equals_dense(seed: int, rank: int, out: int) -> Non
     expected = np.sum((one.b @ one.a) * (other.b @ other.a))
     size = mathematics.prod(float(np.linalg.norm(part)) for part in (one.a, one.b, other.a, other.b))
     assert Joint([one, other]).inner(0, 1) == near(expected, dtype=torch.float64, scale=size)
-    close(row_magnitudes(one, "one"), np.abs(one.b @ one.a).mean(axis=1), dtype=torch.float64)
+    close(one.row_magnitudes("one"), np.abs(one.b @ one.a).mean(axis=1), dtype=torch.float64)
 
 
 def test_keep_largest_keeps_at_least_one() -> None:
@@ -315,7 +317,7 @@ def test_resolving_a_resolved_plan_changes_nothing(pair: list[Path]) -> None:
     """`resolve` returns a fully resolved plan unchanged."""
     plan = adapterswap.layer_swap(*pair, num_layers=3, bottom=1)
     assert Resolved.of(plan).plan is plan
-    with factor_reader(plan.adapters) as read:
+    with FactorReader.open(plan.adapters) as read:
         module = next(iter(plan.experts[pair[0].name].modules.values()))
         factors = read(pair[0].name, module)
         close(factors.b @ factors.a, deltas(pair[0])[module.name])
@@ -336,7 +338,7 @@ def test_the_recorded_error_includes_rounding(tmp_path: Path, method: str, dtype
     out = prepared.write(tmp_path / "out")
     written, sources = deltas(out), [deltas(folder) for folder in folders]
     assert prepared.reduced.keys() == written.keys()
-    with factor_reader(plan.adapters) as read:
+    with FactorReader.open(plan.adapters) as read:
         for module in plan:
             exact = np.mean([source[module.name] for source in sources], axis=0)
             if method == "ties":

@@ -18,8 +18,8 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.core.changes import copies
 from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.writing import copies
 from adapterswap.engines.live import LiveComposer, load_expert
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 from engines.live.conftest import assert_same_tensors, state_of, tensors_of, written_files

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
-from adapterswap.core.changes.copies import Comparable
+from adapterswap.core.writing.copies import Comparable
 from adapterswap.engines.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
 from adapterswap.engines.serving.vllm import choose_rank
 from adapterswap.kit.errors import BaseModelError, ExpertError, RunError, UnsupportedError

@@ -21,8 +21,8 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.changes import copies
-from adapterswap.core.changes.copies import Comparable
+from adapterswap.core.writing import copies
+from adapterswap.core.writing.copies import Comparable
 from adapterswap.kit.errors import ExpertError
 
 VOCABULARY, WIDTH = 12, 4

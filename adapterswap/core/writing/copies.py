@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import TOKENS
 from adapterswap.core.model.checkpoints import Checkpoint
@@ -138,6 +139,19 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
                         "Save the adapter again with PEFT",
                     )
     problems.raise_if_any()
+
+
+def check_copies(expert: str, adapter: Adapter, base: Checkpoint, *, effect: str, remedy: str) -> None:
+    """Compare all copies that an adapter carries with the base's own weights; the arguments are `check_base`'s."""
+    problems = Problems(ExpertError)
+    stored, located, _ = locate_all({expert: adapter}, base, problems)
+    problems.raise_if_any()
+    carried = [
+        Carried(expert, adapter, key, place.change.copy, Whole.of(stored[key].path, stored[key].tensor))
+        for key, place in located[expert].items()
+        if place.change.copy is not None
+    ]
+    check_base(carried, base, effect=effect, remedy=remedy)
 
 
 def check_base(carried: Iterable[Carried], base: Checkpoint, *, effect: str, remedy: str) -> None:
