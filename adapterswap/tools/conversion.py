@@ -23,7 +23,6 @@ from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, Lo
 from adapterswap.core.experts.config import version_of
 from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
-from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import recorded_layers
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
@@ -444,7 +443,7 @@ def _measured(
     own_modules = [replace(module, name=names.get(name, name)) for name, module in own.items()]
     if own.keys() >= before.modules.keys():
         return tuple(own_modules)
-    renamed = renamed_adapter(before, {n: names.get(n, n) for n in before.parts}, "", after.container)
+    renamed = before.with_names({n: names.get(n, n) for n in before.parts}, "", after.container)
     own_names = {module.name for module in own_modules}
     return (
         *(

@@ -310,7 +310,7 @@ class _Search:
 
     def _rows(self, saved: FullModule) -> dict[str, Located]:
         """The weight whose rows the adapter trained."""
-        key, tensor = self.key(saved.name), next(iter(saved.tensors.values()))
+        key, tensor = self.key(saved.name), saved.first
         if key is not None and self.parameters[key].tensor.shape[1:] == saved.width:
             return {key: Located(saved.name, Whole(self.adapter.file.path, {"weight": tensor}, saved.rows))}
         stored = "no such weight" if key is None else f"it as {list(self.parameters[key].tensor.shape)}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain, scale
@@ -68,6 +68,7 @@ from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
     from adapterswap.core.experts.trial import PeftTrial
+    from adapterswap.core.model.base import Base
 
 _MATRIX = re.compile(r"(\d+)×(\d+)")
 
@@ -152,6 +153,11 @@ class _Part:
     def kind(self) -> Kind:
         """Attention, mlp or other, by the name."""
         return ModuleName(self.name).kind
+
+    @property
+    def place(self) -> tuple[bool, int, str]:
+        """Its place among others: those without a layer come first, then by layer and name; modules in full last."""
+        return isinstance(self, FullModule), -1 if self.layer is None else self.layer, self.name
 
     @property
     def misnamed(self) -> str | None:
@@ -247,9 +253,14 @@ class FullModule(_Part):
     lora = None
 
     @property
+    def first(self) -> Tensor:
+        """The first tensor, or the only one if it holds rows."""
+        return next(iter(self.tensors.values()))
+
+    @property
     def width(self) -> tuple[int, ...]:
         """The shape of a row of the first tensor."""
-        return next(iter(self.tensors.values())).shape[1:]
+        return self.first.shape[1:]
 
     @property
     def words(self) -> str:
@@ -295,6 +306,11 @@ class OpaqueModule(_Part):
         return self.lora is not None and "lora_B.bias" in self.tensors and not self.settings.get("use_dora")
 
     @property
+    def beside(self) -> dict[str, Tensor]:
+        """What a variant of LoRA stores beside A and B, such as DoRA's magnitudes."""
+        return {name: tensor for name, tensor in self.tensors.items() if name in LORA_PARTS}
+
+    @property
     def on_bias(self) -> bool:
         """Whether it also changes the module's bias."""
         if "ia3_l" in self.tensors:
@@ -322,7 +338,7 @@ class Adapter:
         source: the folder, and its name or Hub id.
         config: the content of adapter_config.json.
         file: the safetensors file's header.
-        parts: everything that it changes, by full name, in the order of `by_layer`.
+        parts: everything that it changes, by full name, in the order of their `place`.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer, or there are
             several lists.
         kept_layers: the layers of a slice, whose other layers were cut away; None for a whole expert.
@@ -330,7 +346,7 @@ class Adapter:
             of the expert.
         renamed: whether the file uses other names than `parts`, because of wrappers (`_orig_mod.`, `module.`, …), or
             of another class or version of the model.
-        original: new name → name in the file, without wrappers, for modules that were renamed; see `experts.names`.
+        original: new name → name in the file, without wrappers, for modules that were renamed; see `under_names_of`.
         base_fingerprints: the local base's weights, by the record in its folder; empty if that does not say.
         trained_on: of an adapter on top of others in a chain: the base that its own file names, into which those are
             merged. `config` names the base of the chain's first.
@@ -402,6 +418,49 @@ class Adapter:
     def tokens(self) -> Mapping[str, FullModule]:
         """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
+
+    def with_parts(self, parts: Iterable[Part], container: str | None) -> Adapter:
+        """The adapter with other parts, in their order; `container` is their list of layers."""
+        return replace(self, parts=_in_order(parts), container=container)
+
+    def with_names(self, names: Mapping[str, str], expert: str, container: str | None) -> Adapter:
+        """The adapter with its modules renamed. Its file keeps the old names and is read by them.
+
+        Args:
+            names: old name → new name, for every module.
+            expert: the adapter's name, for messages.
+            container: the list of layers under the new names.
+        """
+        if all(new == old for old, new in names.items()):
+            return self
+        check_distinct(names, expert)
+        parts = [part.at(names[old], ModuleName(names[old]).layer(container)) for old, part in self.parts.items()]
+        layered = any(part.layer is not None for part in parts)
+        original = {names[name]: self.original.get(name, name) for name in self.parts}
+        return replace(self.with_parts(parts, container if layered else None), renamed=True, original=original)
+
+    def under_names_of(self, base: Base, expert: str, base_name: str) -> Adapter:
+        """The adapter with the names that its base has for the modules; see `Base.find`.
+
+        Args:
+            base: the base.
+            expert, base_name: the names of both in messages.
+        """
+        names: dict[str, str] = {}
+        for module in self.parts.values():
+            shape = (module.lora.out_features, module.lora.in_features) if module.lora else None
+            canonical = base.find(module.name, self.container, shape)
+            if canonical is None:
+                raise ExpertError(
+                    f"{expert} adapts {module.name}, but {base_name} has no module of this shape under this or an "
+                    "older name",
+                    module.misnamed
+                    or "Pass the base that the experts adapt as `base_model`, or save the expert again with this "
+                    "version of transformers",
+                    parameter="base_model",
+                )
+            names[module.name] = canonical
+        return self.with_names(names, expert, base.container)
 
     @staticmethod
     def read(source: Source) -> Adapter:
@@ -480,7 +539,7 @@ class Adapter:
             source,
             config,
             file,
-            by_layer(read),
+            _in_order(read),
             container,
             kept,
             ignored,
@@ -489,7 +548,19 @@ class Adapter:
         )
 
 
-_AnyPart = TypeVar("_AnyPart", bound=Part)
+def _in_order(parts: Iterable[Part]) -> dict[str, Part]:
+    return {part.name: part for part in sorted(parts, key=lambda part: part.place)}
+
+
+def check_distinct(names: Mapping[str, str], whose: str) -> None:
+    """Raise `ExpertError` if two modules of `whose` would get the same name; `names` maps old to new."""
+    old_names: dict[str, str] = {}
+    for old, new in names.items():
+        if new in old_names:
+            raise ExpertError(
+                f"{whose}: {old_names[new]} and {old} are two names of one module, {new}", "Save the expert again"
+            )
+        old_names[new] = old
 
 
 def open_adapter(reference: str | Path) -> Adapter:
@@ -632,12 +703,6 @@ def _check_feedforward(
         if (shape[0] == 1) != (name in feedforward) and shape != (1, 1):
             side, says = ("output", "is") if name in feedforward else ("input", "is not")
             problems.add(f"{folder}: {name} scales its {side}, but {CONFIG} says that it {says} feedforward", _MISMATCH)
-
-
-def by_layer(parts: Iterable[_AnyPart]) -> dict[str, _AnyPart]:
-    """Parts by name: those without a layer first, then by layer and name; modules in full come last."""
-    ordered = sorted(parts, key=lambda p: (isinstance(p, FullModule), -1 if p.layer is None else p.layer, p.name))
-    return {part.name: part for part in ordered}
 
 
 def _ignored(

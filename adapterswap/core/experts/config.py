@@ -438,6 +438,21 @@ class AdapterConfig:
         return self.rank_pattern.of(modules, self.rank), self.alpha_pattern.of(modules, self.alpha)
 
     @staticmethod
+    def check_written(config: Mapping[str, Any]) -> None:
+        """Check that `read` would accept the ranks and alphas of a config that is about to be written."""
+        for key, pattern, fits, bounds in (
+            ("r", "rank_pattern", _is_rank, _RANK),
+            ("lora_alpha", "alpha_pattern", _is_alpha, _ALPHA),
+        ):
+            for value in (config[key], *config[pattern].values()):
+                if not fits(value):
+                    raise UnsupportedError(
+                        f"The result would have the {key} {value:g}, but an adapter's {key} must be {bounds}",
+                        "Pass `layout=portable`, which scales the weights instead, or use experts with usual scales",
+                        parameter="layout",
+                    )
+
+    @staticmethod
     def parse(raw: bytes, where: str) -> AdapterConfig:
         """Parse the content of an adapter_config.json; `where` is its name in messages."""
         content = parse_json(raw, where, "Save or download the adapter again")
@@ -629,21 +644,6 @@ def _is_rank(value: Any) -> bool:
 
 def _is_alpha(value: Any) -> bool:
     return type(value) in (int, float) and 1e-9 <= abs(value) <= 1e9
-
-
-def check_written(config: Mapping[str, Any]) -> None:
-    """Check that `AdapterConfig.read` would accept the ranks and alphas of a config that is about to be written."""
-    for key, pattern, fits, bounds in (
-        ("r", "rank_pattern", _is_rank, _RANK),
-        ("lora_alpha", "alpha_pattern", _is_alpha, _ALPHA),
-    ):
-        for value in (config[key], *config[pattern].values()):
-            if not fits(value):
-                raise UnsupportedError(
-                    f"The result would have the {key} {value:g}, but an adapter's {key} must be {bounds}",
-                    "Pass `layout=portable`, which scales the weights instead, or use experts with usual scales",
-                    parameter="layout",
-                )
 
 
 def _is_bool(value: Any) -> bool:

@@ -215,6 +215,11 @@ class ModuleKeys(str):
         """Whether it is a trained bias of the base, not a module."""
         return self.endswith(".bias")
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
+        return re.search(r"\.experts\.\d+\.", self) is not None
+
     def factor(self, factor: Literal["A", "B"], *, embedding: bool) -> str:
         """The key under which PEFT stores a factor of a module."""
         return f"{_PREFIX}{self}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
@@ -240,6 +245,21 @@ class ModuleKeys(str):
         """The key under which PEFT stores a tensor (`part`) of a module."""
         return f"{_PREFIX}{self}.{part}"
 
+    @property
+    def tokens(self) -> str:
+        """The key under which PEFT stores trained rows of an embedding or head beside LoRA."""
+        return self.part(TOKENS)
+
+    @property
+    def trained_rows(self) -> str:
+        """The key under which PEFT stores them for TRAINABLE_TOKENS."""
+        return self.part(TRAINED_ROWS)
+
+    @staticmethod
+    def shared(name: str) -> str:
+        """The key under which PEFT stores a tensor that all modules use."""
+        return f"{_ROOT}{name}"
+
 
 _MISNAMED = (
     (
@@ -263,15 +283,6 @@ _MISNAMED = (
 def misnamed(module: str) -> str | None:
     """What to do about a name that a base does not have, if it is known how such names come about."""
     return next((remedy for pattern, remedy in _MISNAMED if re.search(pattern, module)), None)
-
-
-is_fused = re.compile(r"\.experts\.\d+\.").search
-"""Whether a module is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
-
-
-def shared_key(name: str) -> str:
-    """The key under which PEFT stores a tensor that all modules use."""
-    return f"{_ROOT}{name}"
 
 
 def copies_in(file: TensorFile) -> dict[str, Tensor]:

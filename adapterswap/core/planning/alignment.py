@@ -13,7 +13,6 @@ from itertools import combinations
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part
 from adapterswap.core.experts.keys import ModuleKeys
-from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModuleName, of_any_stack
 from adapterswap.core.model.sources import Reference, Source
@@ -75,7 +74,7 @@ def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:
     renamed, misnamed = dict(experts), list[AdapterswapError]()
     for name, adapter in experts.items():
         try:
-            renamed[name] = under_canonical_names(adapter, base, name, reference)
+            renamed[name] = adapter.under_names_of(base, name, reference)
         except AdapterswapError as error:
             misnamed.append(error)
     return Aligned(renamed, differing, reference, misnamed=tuple(misnamed))

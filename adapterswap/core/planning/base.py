@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.experts.adapter import Adapter, by_layer
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import (
     STACKS,
@@ -129,7 +129,7 @@ def outside_the_layers(
             base_config = config or (Reference(reference).cached_config if reference else None)
             if base_config is not None and deepest < num_layers + ModelConfig(base_config).layers_ahead:
                 outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
-                adapter = replace(adapter, parts=by_layer(outside))
+                adapter = adapter.with_parts(outside, adapter.container)
         adapters[name] = adapter
     return adapters
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.changes.locating import Located
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
-from adapterswap.core.experts.keys import TASK_HEADS, TOKENS, ModuleKeys
+from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName
@@ -318,12 +318,12 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
     """The shapes of tensors that replace the base's; None if the files do not have one of them."""
     pairs: list[Pair] = []
     for end, tensor in part.tensors.items():
-        own = tensors.get("weight" if end == TOKENS else end)
+        own = tensors.get("weight" if part.rows else end)
         if own is None:
             return [] if any(t.dtype not in Dtype.FLOATS for t in tensors.values()) else None
         if own.dtype not in _WHOLE:
             continue
-        rows = 1 if end == TOKENS or ModuleName(part.name).is_vocabulary(part.layer) else 0
+        rows = 1 if part.rows or ModuleName(part.name).is_vocabulary(part.layer) else 0
         pairs.append(Pair(f"{part.name}.{end}", tensor.shape[rows:], own.shape[rows:]))
     return pairs
 

@@ -12,7 +12,7 @@ from numbers import Integral
 
 from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
-from adapterswap.core.experts.adapter import Adapter, FullModule, and_more, by_layer
+from adapterswap.core.experts.adapter import Adapter, FullModule, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, NumLayers
 from adapterswap.core.planning.alignment import Aligned, align
@@ -159,11 +159,14 @@ def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Pro
         for name, part in adapter.parts.items()
         if not isinstance(part, FullModule)
     }
-    slots = [Slot(name, name, part.layer, part.kind, (), {}, None) for name, part in by_layer(others.values()).items()]
+    slots = [
+        Slot(part.name, part.name, part.layer, part.kind, (), {}, None)
+        for part in sorted(others.values(), key=lambda part: part.place)
+    ]
     saved = [
-        Slot(name, name, part.layer, part.kind, (), {}, None, in_full=True)
-        for name, part in by_layer(whole.values()).items()
-        if name not in others
+        Slot(part.name, part.name, part.layer, part.kind, (), {}, None, in_full=True)
+        for part in sorted(whole.values(), key=lambda part: part.place)
+        if part.name not in others
     ]
     changes = {
         name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}

@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
-from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys, is_fused
+from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.planning.composition import fits_peft
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
@@ -563,16 +563,16 @@ _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, g
 
 @_of_plan("LoRA on single experts of mixture-of-experts layers (transformers 4) that PEFT cannot fuse", _FILES)
 def _unfused(plan: Plan, f: Facts) -> Found:
-    if not any(is_fused(slot.name) for slot in f.changed):
+    if not any(ModuleKeys(slot.name).is_fused for slot in f.changed):
         return
     reasons, names_within = [], dict[str, set[str]]()  # list of experts → names within it
-    fused = [name for name in plan.modules if is_fused(name)]
+    fused = [name for name in plan.modules if ModuleKeys(name).is_fused]
     for slot in f.changed:
         if slot.low_rank and slot.low_rank[0].lora.parameter:
             reasons.append(f"{fused[0]} has LoRA on one expert, but {slot.name} on all experts as one parameter")
-        elif slot.opaque and is_fused(slot.name):
+        elif slot.opaque and ModuleKeys(slot.name).is_fused:
             reasons.append(f"{slot.name} is not plain LoRA")
-        elif slot.name.rpartition(".")[2] in _FUSED and not is_fused(slot.name):
+        elif slot.name.rpartition(".")[2] in _FUSED and not ModuleKeys(slot.name).is_fused:
             reasons.append(f"{slot.name} and experts ({fused[0]}) both have LoRA, and PEFT would take it for one")
     for name in fused:
         start, _, within = name.rpartition(".experts.")

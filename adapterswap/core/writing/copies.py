@@ -17,7 +17,6 @@ import numpy.typing as npt
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.keys import TOKENS
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import Dtype, row_ranges
@@ -129,7 +128,7 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     with open_files(adapters[expert].file for expert, _ in tied) as files:
         for expert, part in tied:
             file = files[adapters[expert].file.path]
-            own = Comparable.of(part.tensors[TOKENS], file)
+            own = Comparable.of(part.first, file)
             for name, tensor in part.tied.items():
                 again = Comparable.of(tensor, file)
                 if own.dtype != again.dtype or not own.is_one_with(again):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.companions.tokenizer import read_tokens
-from adapterswap.core.experts.config import check_written
+from adapterswap.core.experts.config import AdapterConfig
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.copies import Carried, check_base, check_one_base, check_tied_rows
@@ -71,7 +71,7 @@ def _fusing(requested: Requested) -> None:
 
 def _settings(laid_out: LaidOut) -> None:
     if laid_out.layout.config["peft_type"] == LORA:
-        check_written(laid_out.layout.config)
+        AdapterConfig.check_written(laid_out.layout.config)
 
 
 def _renaming(laid_out: LaidOut) -> None:

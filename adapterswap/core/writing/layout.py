@@ -7,7 +7,7 @@
   no patterns. In float16 small numbers lose digits, so that s' is the power of two nearest to the most frequent scale:
   every engine reads the global alpha, and B stays as large as it was.
 
-The config is the experts' own. `experts.config.check_written` has checked that settings for all modules agree; values
+The config is the experts' own. `AdapterConfig.check_written` has checked that settings for all modules agree; values
 that differ go into the patterns. No tensor is read; the base is looked up if it takes part in an average.
 """
 
@@ -25,12 +25,8 @@ from adapterswap.core.experts.adapter import LoraModule, OpaqueModule
 from adapterswap.core.experts.config import scale
 from adapterswap.core.experts.keys import (
     KINDS,
-    TOKENS,
     TRAINABLE_TOKENS,
-    TRAINED_ROWS,
     ModuleKeys,
-    is_fused,
-    shared_key,
 )
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
@@ -193,7 +189,7 @@ def _tokens_trained(module: Slot) -> OutputTensor:
                 pieces.append(Piece(term.expert, change.path, change.tensor, term.coefficient, offset, cut=cut))
             offset += count
     shape = (len(module.tokens), *owner.change.tensor.shape[1:])
-    return OutputTensor(ModuleKeys(module.name).parameter(TOKENS), _common_dtype(pieces), shape, 0, tuple(pieces))
+    return OutputTensor(ModuleKeys(module.name).tokens, _common_dtype(pieces), shape, 0, tuple(pieces))
 
 
 def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
@@ -217,7 +213,7 @@ def lay_out_tokens(plan: Plan) -> Layout:
     """
     slots = [slot for slot in plan.saved.values() if slot.terms]
     tensors = [
-        replace(rows, key=ModuleKeys(name).part(TRAINED_ROWS))
+        replace(rows, key=ModuleKeys(name).trained_rows)
         for slot in slots
         for rows in saved_tensors(slot, plan, ())
         for name in (slot.name, *tied_names(slot, plan))
@@ -272,7 +268,7 @@ def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
     (term,) = modules[0].terms
     for name, tensor in part_of(modules[0]).shared.items():
         pieces = (Piece(term.expert, term.change.path, tensor),)
-        yield OutputTensor(shared_key(name), tensor.dtype, tensor.shape, None, pieces)
+        yield OutputTensor(ModuleKeys.shared(name), tensor.dtype, tensor.shape, None, pieces)
 
 
 def _config_of_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[str, Any]:
@@ -324,9 +320,9 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         return (
             layout if dtype is None else replace(layout, tensors=tuple(replace(t, dtype=dtype) for t in layout.tensors))
         )
-    if form.layout == "portable" and any(is_fused(module.name) for module in modules):
+    if form.layout == "portable" and any(ModuleKeys(module.name).is_fused for module in modules):
         modules = [
-            module for module in plan.modules.values() if module.terms or is_fused(module.name)
+            module for module in plan.modules.values() if module.terms or ModuleKeys(module.name).is_fused
         ]  # zeros for unchanged modules
     common = blend_scale(plan, form)
     ranks = {

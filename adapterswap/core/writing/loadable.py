@@ -14,9 +14,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more
-from adapterswap.core.experts.keys import KINDS, ModuleKeys, is_fused
-from adapterswap.core.experts.names import check_distinct
+from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, check_distinct
+from adapterswap.core.experts.keys import KINDS, ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName, layer_container
@@ -261,7 +260,7 @@ def loadable_form(plan: Plan, form: Form) -> Form:
 
 def first_fused(plan: Plan) -> str | None:
     """The first module of a plan that PEFT fuses with others; None if there is none."""
-    return next((name for name, slot in plan.modules.items() if is_fused(name) and slot.terms), None)
+    return next((name for name, slot in plan.modules.items() if ModuleKeys(name).is_fused and slot.terms), None)
 
 
 def _is_uniform(plan: Plan, form: Form) -> bool:
@@ -300,7 +299,9 @@ def check_fusing(plan: Plan) -> None:
         return
     reference = named_base(plan.base_reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-    if _is_known_to_fuse(Reference(reference).config()[1], [part for name, part in modules.items() if is_fused(name)]):
+    if _is_known_to_fuse(
+        Reference(reference).config()[1], [part for name, part in modules.items() if ModuleKeys(name).is_fused]
+    ):
         return
     import torch
     from peft import LoraConfig

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, Part, open_adapter
-from adapterswap.core.experts.keys import LORA_PARTS
 from adapterswap.core.model.layers import check_depth_of, known_depth
 from adapterswap.core.planning.base import least_depth
 from adapterswap.core.planning.checks import check_names
@@ -86,7 +85,7 @@ def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
         pairs = [(part.lora.a, loaded and loaded.a), (part.lora.b, loaded and loaded.b)]
     if isinstance(part, OpaqueModule):
         extra = beside(layer, name)
-        pairs += [(place, extra.get(key)) for key, place in part.tensors.items() if key in LORA_PARTS]
+        pairs += [(place, extra.get(key)) for key, place in part.beside.items()]
     return pairs
 
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part, by_layer
+from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.experts.config import AdapterConfig, scale
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.model.layers import ModelConfig, ModuleName, NumLayers, layer_container
@@ -349,7 +349,7 @@ class Inventory:
             tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
             parts.append(FullModule(module, ModuleName(module).layer(container), tensors_in_full))
         problems.raise_if_any()
-        return replace(bare, parts=by_layer(parts), container=container)
+        return bare.with_parts(parts, container)
 
     def _read_config(self, name: str) -> AdapterConfig:
         """The adapter's config, checked by the rules for adapter_config.json."""

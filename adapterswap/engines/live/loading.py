@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
 from adapterswap.core.experts.keys import copies_in
-from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.base import Base, shape_of
 from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, format_layers, known_depth
 from adapterswap.core.model.loading import quiet_peft
@@ -219,7 +218,7 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
     if names.issuperset(adapter.parts):
         return adapter
     try:
-        return under_canonical_names(adapter, Base(base), name, "the model")
+        return adapter.under_names_of(Base(base), name, "the model")
     except AdapterswapError:
         return adapter
 

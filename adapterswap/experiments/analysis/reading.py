@@ -20,7 +20,6 @@ from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import LoraModule
-from adapterswap.core.experts.names import renamed_adapter
 from adapterswap.core.model.checkpoints import OTHER_NAMES
 from adapterswap.core.model.layers import ModuleName
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
@@ -46,7 +45,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
         for name, adapter in adapters.items():
             keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
             names = {part: keys.get(part, part) for part in adapter.parts}
-            adapters[name] = renamed_adapter(adapter, names, name, base.container)
+            adapters[name] = adapter.with_names(names, name, base.container)
     return {**experts, **adapters}
 
 

@@ -29,7 +29,6 @@ from adapterswap.core import (
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import and_more
-from adapterswap.core.experts.names import under_canonical_names
 from adapterswap.core.model.sources import Reference, public_name
 from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
@@ -92,7 +91,7 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
         record = SourceRecord.of_adapter(adapter, sha256_of(adapter.file.path))
         if on_top:
             record = record.model_copy(update={"mode": "chain"})
-        named = under_canonical_names(adapter, Base(model), "the start", str(base.source))
+        named = adapter.under_names_of(Base(model), "the start", str(base.source))
         companions = CompanionPlan.decide_prompts({"start": adapter.source.folder}, base.source.folder)
         return Start(named, record, companions, on_top)
     except AdapterswapError as error:
