@@ -27,7 +27,6 @@ from adapterswap.core.companions.files import (
     code_in,
     copy_files,
     differing_files,
-    files_matching,
 )
 from adapterswap.core.companions.generation import config_with_ids, differing_settings, read_generation, with_ids
 from adapterswap.core.companions.parts import TOKEN_PARTS, special_ids
@@ -42,6 +41,7 @@ from adapterswap.core.companions.tokenizer import (
     write_united,
 )
 from adapterswap.kit.errors import AdapterswapError, ArgumentError
+from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import read_json, write_json
 
 Kind = Literal["tokenizer", "chat_template", "generation", "processor", "pooling"]
@@ -77,12 +77,12 @@ class Companions:
 
     @cached_property
     def processor(self) -> Sequence[Path]:
-        return files_matching(self.folder, PROCESSOR_FILES)
+        return files_inside(self.folder, PROCESSOR_FILES)
 
     @cached_property
     def pooling(self) -> Sequence[Path]:
         """The files by which sentence-transformers makes a vector of a text."""
-        return files_matching(self.folder, POOLING_FILES)
+        return files_inside(self.folder, POOLING_FILES)
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
@@ -125,7 +125,7 @@ class Companions:
         return found
 
     def _names(self, patterns: Iterable[str]) -> list[str]:
-        return [path.relative_to(self.folder).as_posix() for path in files_matching(self.folder, patterns)]
+        return [path.relative_to(self.folder).as_posix() for path in files_inside(self.folder, patterns)]
 
     def remarks(self, other: Companions) -> list[str]:
         """A line for each kind that both folders have and in which they differ, such as `tokenizers differ: eos`."""
@@ -306,7 +306,7 @@ class CompanionPlan:
         """
         assert self.config is not None
         owner = self.folders[self.config]
-        copy_files(files_matching(owner.folder, LEGAL_FILES), owner.folder, target)
+        copy_files(files_inside(owner.folder, LEGAL_FILES), owner.folder, target)
         self.write(target)
         changed = config_with_ids(config, *self._ids(self.config))
         if changed == owner.config:  # the same bytes; it may be a link, since it was read as this config before
@@ -471,4 +471,4 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
 
 def copy_companions(folder: Path, target: Path) -> None:
     """Copy a folder's companions of the weights, except its config and its code."""
-    copy_files(files_matching(folder, COMPANION_FILES), folder, target)
+    copy_files(files_inside(folder, COMPANION_FILES), folder, target)

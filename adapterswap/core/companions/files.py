@@ -13,7 +13,7 @@ from typing import Any
 
 from adapterswap.kit.errors import AdapterswapError
 from adapterswap.kit.files.hashes import fingerprint
-from adapterswap.kit.files.inside import copy_inside, files_inside
+from adapterswap.kit.files.inside import copy_inside
 from adapterswap.kit.files.text import read_json
 
 MODEL_CONFIG = "config.json"
@@ -40,11 +40,6 @@ COMPANION_FILES = (
     GENERATION_CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES, *POOLING_FILES, *LEGAL_FILES,
 )  # fmt: skip
 """Everything that a model or an adapter may need besides its config and weights."""
-
-
-def files_matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
-    """The files in a folder that match, sorted by name; never code. Raises as `files_inside`."""
-    return files_inside(folder, patterns)
 
 
 def code_in(folder: Path) -> list[str]:

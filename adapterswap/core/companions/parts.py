@@ -13,11 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.files import files_matching
 from adapterswap.core.companions.templates import SETTINGS
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.hashes import stamp
-from adapterswap.kit.files.inside import read_inside
+from adapterswap.kit.files.inside import files_inside, read_inside
 from adapterswap.kit.files.text import exists, parse_json, shown
 
 FAST, _ADDED, _SPECIAL = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
@@ -153,7 +152,7 @@ def _flagged(token: Mapping[str, Any]) -> dict[str, Any]:
 
 def _slow_files(folder: Path) -> dict[str, Any]:
     """The files of slow tokenizers, by name: JSON and lines by what they hold, others by their hashes."""
-    contents = {path.name: read_inside(folder, path.name) for path in files_matching(folder, _SLOW)}
+    contents = {path.name: read_inside(folder, path.name) for path in files_inside(folder, _SLOW)}
     return {name: _held(name, content) for name, content in contents.items() if content is not None}
 
 

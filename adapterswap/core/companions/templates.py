@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.files import files_matching
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.inside import read_inside, text_inside
+from adapterswap.kit.files.inside import files_inside, read_inside, text_inside
 from adapterswap.kit.files.text import exists, parse_json
 
 JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
@@ -32,7 +31,7 @@ def read_templates(folder: Path | None) -> Templates | None:
     """The chat templates in a folder, which transformers would read; None if there is none."""
     if folder is None:
         return None
-    templates = _files(folder) or _entries(_settings(folder).get(_KEY), folder / SETTINGS)
+    templates = _files(folder) or _entries(_object(folder, SETTINGS).get(_KEY), folder / SETTINGS)
     legacy = _entries(_object(folder, LEGACY).get(_KEY), folder / LEGACY)
     if not templates:
         return legacy or None
@@ -46,7 +45,7 @@ def write_templates(templates: Templates, target: Path) -> None:
     only_for_processors = exists(target / LEGACY) and _PROCESSOR not in templates
     if templates == (read_templates(target) or {}) and not only_for_processors:
         return
-    settings = _settings(target)
+    settings = _object(target, SETTINGS)
     if settings.pop(_KEY, None) is not None:
         (target / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for name in (JINJA, LEGACY):
@@ -64,7 +63,7 @@ def write_templates(templates: Templates, target: Path) -> None:
 def _files(folder: Path) -> dict[str, str]:
     """The templates that are files of their own."""
     places = {_DEFAULT: JINJA}
-    places |= {path.stem: f"{MORE}/{path.name}" for path in files_matching(folder, [f"{MORE}/*.jinja"])}
+    places |= {path.stem: f"{MORE}/{path.name}" for path in files_inside(folder, [f"{MORE}/*.jinja"])}
     texts = {name: text_inside(folder, place, limit=_MOST) for name, place in places.items()}
     return {name: _one_newline(text) for name, text in texts.items() if text is not None}
 
@@ -89,10 +88,6 @@ def _entries(value: Any, path: Path) -> dict[str, str]:
 def _one_newline(text: str) -> str:
     """A template as Jinja reads it, for which every kind of newline is the same."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    return _object(folder, SETTINGS)
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:

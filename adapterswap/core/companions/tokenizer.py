@@ -16,12 +16,11 @@ from adapterswap.core.companions.files import (
     TOKENIZER_FILES,
     VOCABULARY_FILES,
     copy_files,
-    files_matching,
 )
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 from adapterswap.kit.files.hashes import stamp
-from adapterswap.kit.files.inside import read_inside
+from adapterswap.kit.files.inside import files_inside, read_inside
 from adapterswap.kit.files.text import exists
 
 Tokens = Mapping[int, str]
@@ -47,7 +46,7 @@ class United:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """The files of the tokenizer and the chat template in a folder, sorted by name."""
-    return files_matching(folder, (*TOKENIZER_FILES, *TEMPLATE_FILES))
+    return files_inside(folder, (*TOKENIZER_FILES, *TEMPLATE_FILES))
 
 
 def tokenizer_bytes(folder: Path) -> bytes | None:
@@ -78,12 +77,12 @@ def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer, and not only chat templates."""
-    return bool(files_matching(folder, TOKENIZER_FILES))
+    return bool(files_inside(folder, TOKENIZER_FILES))
 
 
 def has_vocabulary(folder: Path) -> bool:
     """Whether a folder has more of a tokenizer than its settings."""
-    return bool(files_matching(folder, VOCABULARY_FILES))
+    return bool(files_inside(folder, VOCABULARY_FILES))
 
 
 def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class Patterns(Generic[_Value]):
         """The value of the first key that matches the module `name`, else `default`; raises as `check` does."""
         if name not in self._resolved:
             self.check([name])
-        key = self._resolved[name]
+        key = self._resolved.get(name)
         return default if key is None else self.values[key]
 
     def of(self, names: Collection[str], default: _Value) -> dict[str, _Value]:
@@ -128,6 +128,8 @@ class Patterns(Generic[_Value]):
 
     def check(self, names: Collection[str]) -> None:
         """Resolve all these names, or raise a ValueError if that takes longer than ten seconds."""
+        if not self.values:
+            return
         if len(self.values) * len(names) > _MAX_PAIRS:
             raise ValueError(f"its {len(self.values)} keys take too long to match with {len(names)} modules")
         match = Matcher()
@@ -501,7 +503,7 @@ def _unknown(
     because that version may give them a meaning.
     """
     unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
-    if (version := version_of(content.get("peft_version"))) > _PEFT:
+    if unknown and (version := version_of(content.get("peft_version"))) > _PEFT:
         for key in unknown:
             problems.add(
                 f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "

@@ -58,8 +58,11 @@ class Prepared:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """See `measurements`."""
-        return self.resolved.measurements(self.reduced)
+        """Values measured on tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
+        resolved = self.resolved
+        cut = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
+        measured = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
+        return {key: values for key, values in measured.items() if values}
 
     @property
     def errors(self) -> dict[str, float]:

@@ -339,12 +339,9 @@ def _settings(plan: Plan) -> str:
     """A line with the composition's settings, defaults filled in: zones, weights, the method's parameters."""
     settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
     names = [*ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms"]
-    shown = [f"{name} {_short(settled[name])}" for name in names if name in settled]
+    values = {name: settled[name] for name in names if name in settled}
+    shown = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
     return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
-
-
-def _short(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _zones(drawn: Sequence[Mark]) -> list[tuple[str, str]]:

@@ -378,6 +378,7 @@ def uses_rslora(plan: Plan) -> bool:
 
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
+    tokens = {name: list(module.tokens) for name, module in plan.saved.items() if module.of_tokens}
     return adapter_config(
         shapes,
         (rank, alpha),
@@ -397,7 +398,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
             **variant_of(plan.modules.values()),
             **trained_biases(plan),
             **_parameters(plan),
-            **_tokens(plan),
+            **({"trainable_token_indices": tokens} if tokens else {}),
         },
     )
 
@@ -412,12 +413,6 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     versions = [adapter.config.peft_version or "" for adapter in adapted]
     modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
     return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
-
-
-def _tokens(plan: Plan) -> dict[str, Any]:
-    """The setting for trained tokens, by the full names of their modules."""
-    tokens = {name: list(module.tokens) for name, module in plan.saved.items() if module.of_tokens}
-    return {"trainable_token_indices": tokens} if tokens else {}
 
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
@@ -463,7 +458,7 @@ def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: floa
 
 def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
-    first = _like(module, resolved.plan)
+    first = module.loras[0] if module.terms else _like(module, resolved.plan)
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
     a_pieces, b_pieces = [], []
@@ -530,9 +525,7 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
-    """An expert's module of the same name and shape, if possible one that takes part."""
-    if module.terms:
-        return module.loras[0]
+    """The module of an expert that does not take part, with the slot's name and shape."""
     candidates = (
         adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules
     )
@@ -552,7 +545,7 @@ def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) 
     DoRA's magnitudes are copied: `check_form` has checked that every module has them. PEFT multiplies a bias of B by
     the module's scale, as it does B, so a blend's bias is Σ c_i s_i bias_i / s'. Plain LoRA's missing bias counts as 0.
     """
-    first = _like(module, plan)
+    first = module.loras[0] if module.terms else _like(module, plan)
     for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
         if not variant.get(key):
             continue

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,6 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot, reweighted
-from adapterswap.core.writing.outputs import Reduced
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import Dtype, row_ranges
 from adapterswap.kit.files.tensorfile import open_files
@@ -140,12 +138,6 @@ class Resolved:
             side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in rows_of.items()
         }
 
-    def measurements(self, reduced: Mapping[str, Reduced]) -> dict[str, Any]:
-        """Values measured on tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
-        cut = {name: {"rank": result.rank, "relative_error": result.written_error} for name, result in reduced.items()}
-        measured = {"magnitudes": dict(self.magnitudes), "kept_rows": self.kept_share(), "reduced": cut}
-        return {key: values for key, values in measured.items() if values}
-
     @staticmethod
     def of(plan: Plan) -> Resolved:
         """Compute what the plan leaves open. If nothing is open, no tensors are read.
@@ -153,7 +145,7 @@ class Resolved:
         SLERP of stored tensors stays open: it is computed together with the tensors.
         """
         by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
-        by_angle = any(_has_angle(slot) for slot in plan)
+        by_angle = any(slot.has_span and slot.is_low_rank for slot in plan)  # others are computed from whole tensors
         threshold = plan.composition.row_threshold
         if not (by_magnitude or by_angle or threshold):
             return Resolved(plan)
@@ -166,11 +158,6 @@ class Resolved:
                     for side, factors in side_factors(slot, read).items():
                         kept_rows[side, slot.name] = factors.row_magnitudes(slot.name) >= threshold
         return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
-
-
-def _has_angle(slot: Slot) -> bool:
-    """Whether its coefficients come from inner products of factors; other changes are computed from whole tensors."""
-    return slot.has_span and slot.is_low_rank
 
 
 def side_factors(
@@ -208,7 +195,7 @@ def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Map
 def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
     """The slot with its final coefficients."""
     rule = slot.rule
-    if rule is None or slot.in_full or not (rule.weights or _has_angle(slot)):
+    if rule is None or slot.in_full or not (rule.weights or (slot.has_span and slot.is_low_rank)):
         return slot
     if rule.weights:
         weights = _magnitude_weights(rule, slot.weights, magnitudes)
