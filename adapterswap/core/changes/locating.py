@@ -453,12 +453,17 @@ def base_tensor(
 def _tied_embedding(base: Checkpoint, name: str) -> StoredTensor | None:
     """The only embedding's weight, if the config ties a head of this name to it and no head is stored, whatever it is
     called; None if this is not sure."""
-    weights = [stored for stored in base.parameters.values() if stored.name.endswith(".weight")]
-    ends = [stored.module.rpartition(".")[2] for stored in weights]
-    embeddings = [stored for stored, end in zip(weights, ends, strict=True) if end in EMBEDDINGS]
-    sure = name.removesuffix(".weight").rpartition(".")[2] in HEADS and not HEADS.intersection(ends)
-    sure = sure and base.config.get("tie_word_embeddings") is True and len(embeddings) == 1
-    return embeddings[0] if sure else None
+    is_head = name.removesuffix(".weight").rpartition(".")[2] in HEADS
+    if not is_head or base.config.get("tie_word_embeddings") is not True:
+        return None
+    weights = [
+        (stored.module.rpartition(".")[2], stored)
+        for stored in base.parameters.values()
+        if stored.name.endswith(".weight")
+    ]
+    embeddings = [stored for end, stored in weights if end in EMBEDDINGS]
+    stores_a_head = any(end in HEADS for end, _ in weights)
+    return embeddings[0] if len(embeddings) == 1 and not stores_a_head else None
 
 
 def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:

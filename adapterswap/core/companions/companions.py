@@ -93,9 +93,12 @@ class Companions:
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of companions that the folder has."""
         held: dict[Kind, object] = {
-            "tokenizer": has_tokenizer(self.folder), "chat_template": self.templates, "generation": self.generation,
-            "processor": self.processor, "pooling": self.pooling,
-        }  # fmt: skip
+            "tokenizer": has_tokenizer(self.folder),
+            "chat_template": self.templates,
+            "generation": self.generation,
+            "processor": self.processor,
+            "pooling": self.pooling,
+        }
         return tuple(kind for kind, found in held.items() if found)
 
     def has(self, kind: Kind) -> bool:

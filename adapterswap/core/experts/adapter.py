@@ -10,7 +10,7 @@ possible, else as the first module and the number of others.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +31,7 @@ from adapterswap.core.experts.keys import (
     FactorTensors,
     ModuleKeys,
     PartTensors,
+    SortedKeys,
     misnamed,
     sort_keys,
 )
@@ -133,8 +134,15 @@ _MISMATCH = "The file and its config do not belong together: save the adapter ag
 
 # The files to fetch from the Hub. If there are no weights, pickles or an index explain why.
 ADAPTER_FILES = [
-    WEIGHTS, CONFIG, PROVENANCE, TRAINING_RECORD, "adapter_model*.bin", "*.index.json", "README.md", *COMPANION_FILES,
-]  # fmt: skip
+    WEIGHTS,
+    CONFIG,
+    PROVENANCE,
+    TRAINING_RECORD,
+    "adapter_model*.bin",
+    "*.index.json",
+    "README.md",
+    *COMPANION_FILES,
+]
 
 
 @dataclass(frozen=True)
@@ -477,60 +485,26 @@ class Adapter:
         problems.raise_if_any()
         assert config is not None
         assert file is not None
-        parts, saved, shared, renamed = sort_keys(
-            file, config.modules_to_save, folder, problems, biases=config.bias != "none",
+        keys = sort_keys(
+            file,
+            config.modules_to_save,
+            folder,
+            problems,
+            biases=config.bias != "none",
             kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
             tokens=bool(config.trained_tokens),
-        )  # fmt: skip
-        parameters: set[str] = set()
-        trial = None if problems else _try_in_base(config, parts, saved, file, folder)  # else the rest would be guesses
+        )
+        held = _Held.of(keys, config, file, folder, problems)
+        config, container = held.config, None
         with problems.collect():
-            if trial is not None:
-                config = replace(config, targets=Targets(modules=trial.adapted))
-            if config.target_parameters:
-                parts, parameters = _with_parameters(parts, config, trial, folder)
-        ignored = _ignored([name for name in parts if name not in parameters], saved, config, folder, problems)
-        tied: dict[str, dict[str, Tensor]] = {}
-        if config.peft_type == TRAINABLE_TOKENS:
-            own_rows = {name: tensors[TRAINED_ROWS] for name, tensors in _of_kind(parts).items()}
-            with problems.collect():
-                tied = _tied_rows(own_rows, ignored, config, folder)
-            ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
-            for name in tied:
-                saved.setdefault(name, {})[TOKENS] = own_rows[name]
-            parts = {}
-        parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
-        if config.peft_type == "IA3" and config.targets.feedforward is not None:
-            _check_feedforward(_of_kind(parts), config, folder, problems)
-        ranks, alphas = config.resolved(parts)
-        container = None
-        with problems.collect():
-            container = layer_container([*parts, *saved])
-        read: list[Part] = []
-        for name, tensors in parts.items():
-            try:
-                if isinstance(tensors, FactorTensors):
-                    given = ranks[name], alphas[name]
-                    read.append(_lora(name, tensors, config, given, container, folder, parameter=name in parameters))
-                else:
-                    read.append(_opaque(name, tensors, shared, config, container, folder))
-            except AdapterswapError as error:
-                problems.keep(error)
-        for name, own_tensors in saved.items():
-            with problems.collect():
-                if name in parts:
-                    raise ExpertError(
-                        f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again"
-                    )
-                layer = ModuleName(name).layer(container)
-                rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
-                read.append(FullModule(name, layer, own_tensors, rows, tied.get(name, {})))
-        if config.trained_tokens and not any(TOKENS in own_tensors for own_tensors in saved.values()):
+            container = layer_container([*held.parts, *held.saved])
+        read = list(held.read(keys.shared, container, folder, problems))
+        if config.trained_tokens and not any(TOKENS in tensors for tensors in held.saved.values()):
             problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
         kept = None
         with problems.collect():
             kept = recorded_layers(folder, [(part.name, part.layer) for part in read])
-        if all(isinstance(part, FullModule) for part in read) and not tied and not problems:
+        if all(isinstance(part, FullModule) for part in read) and not held.tied and not problems:
             problems.add(
                 f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
             )
@@ -542,8 +516,8 @@ class Adapter:
             _in_order(read),
             container,
             kept,
-            ignored,
-            renamed,
+            held.ignored,
+            keys.renamed,
             base_fingerprints=Records(folder).base(),
         )
 
@@ -573,6 +547,83 @@ def open_adapter(reference: str | Path) -> Adapter:
         AdapterswapError: several of these, reported together.
     """
     return Adapter.read(Source.find(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What an adapter holds: the tensors in its file that PEFT loads.
+
+    Attributes:
+        config: the adapter's, with the targets that a trial in PEFT found, if there was one.
+        parts, saved: as in `SortedKeys`.
+        parameters: those of `parts` that are parameters, not modules.
+        ignored: modules in the file that the config does not target.
+        tied: for TRAINABLE_TOKENS, see `_tied_rows`.
+    """
+
+    config: AdapterConfig
+    parts: Mapping[str, PartTensors]
+    saved: Mapping[str, Mapping[str, Tensor]]
+    parameters: Collection[str] = ()
+    ignored: tuple[str, ...] = ()
+    tied: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(keys: SortedKeys, config: AdapterConfig, file: TensorFile, folder: Path, problems: Problems) -> _Held:
+        """By the config or, if only the base can tell, by a trial in PEFT."""
+        parts, parameters = keys.parts, set[str]()
+        # With problems, the rest would be guesses.
+        trial = None if problems else _try_in_base(config, parts, keys.saved, file, folder)
+        with problems.collect():
+            if trial is not None:
+                config = replace(config, targets=Targets(modules=trial.adapted))
+            if config.target_parameters:
+                parts, parameters = _with_parameters(parts, config, trial, folder)
+        ignored = _ignored([name for name in parts if name not in parameters], keys.saved, config, folder, problems)
+        if config.peft_type == TRAINABLE_TOKENS:
+            return _Held._of_tokens(keys, config, ignored, folder, problems)
+        parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
+        if config.peft_type == "IA3" and config.targets.feedforward is not None:
+            _check_feedforward(_of_kind(parts), config, folder, problems)
+        return _Held(config, parts, keys.saved, parameters, ignored)
+
+    @staticmethod
+    def _of_tokens(
+        keys: SortedKeys, config: AdapterConfig, ignored: tuple[str, ...], folder: Path, problems: Problems
+    ) -> _Held:
+        """Of TRAINABLE_TOKENS, whose parts are rows of modules that are otherwise the base's."""
+        rows = {name: tensors[TRAINED_ROWS] for name, tensors in _of_kind(keys.parts).items()}
+        tied: dict[str, dict[str, Tensor]] = {}
+        with problems.collect():
+            tied = _tied_rows(rows, ignored, config, folder)
+        ignored = tuple(name for name in ignored if not any(name in names for names in tied.values()))
+        saved = keys.saved | {name: {**keys.saved.get(name, {}), TOKENS: rows[name]} for name in tied}
+        return _Held(config, {}, saved, ignored=ignored, tied=tied)
+
+    def read(
+        self, shared: Mapping[str, Tensor], container: str | None, folder: Path, problems: Problems
+    ) -> Iterator[Part]:
+        """The parts; `shared` as in `SortedKeys`, and `container` as in `Adapter`."""
+        config = self.config
+        ranks, alphas = config.resolved(self.parts)
+        for name, tensors in self.parts.items():
+            try:
+                if isinstance(tensors, FactorTensors):
+                    given = ranks[name], alphas[name]
+                    yield _lora(name, tensors, config, given, container, folder, parameter=name in self.parameters)
+                else:
+                    yield _opaque(name, tensors, shared, config, container, folder)
+            except AdapterswapError as error:
+                problems.keep(error)
+        for name, own_tensors in self.saved.items():
+            with problems.collect():
+                if name in self.parts:
+                    raise ExpertError(
+                        f"{folder}: {name} has both LoRA factors and full weights", "Save the adapter again"
+                    )
+                layer = ModuleName(name).layer(container)
+                rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
+                yield FullModule(name, layer, own_tensors, rows, self.tied.get(name, {}))
 
 
 def _tied_rows(
@@ -848,9 +899,19 @@ def _lora(
     if a.shape[0] != rank * experts:
         raise ExpertError(f"{folder}: {name} has rank {a.shape[0]}, but {CONFIG} says {rank}", _MISMATCH)
     module = LoraModule(
-        name, ModuleName(name).layer(container), rank, alpha, config.rslora, scale(rank, alpha, config.rslora), a, b,
-        factors.embedding, factors.base, parameter, experts,
-    )  # fmt: skip
+        name,
+        ModuleName(name).layer(container),
+        rank,
+        alpha,
+        config.rslora,
+        scale(rank, alpha, config.rslora),
+        a,
+        b,
+        factors.embedding,
+        factors.base,
+        parameter,
+        experts,
+    )
     return _variant(module, factors, config, folder) if config.dora or config.lora_bias or factors.extras else module
 
 
@@ -873,7 +934,7 @@ def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, 
     settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
     return OpaqueModule(
         module.name, module.layer, config.title, config.peft_type, {**tensors, **factors.extras}, settings, lora=module
-    )  # fmt: skip
+    )
 
 
 def _opaque(
@@ -894,9 +955,15 @@ def _opaque(
             "Train it without `rank_pattern`",
         )
     return OpaqueModule(
-        name, ModuleName(name).layer(container), config.title, config.peft_type, tensors, config.settings,
-        config.values_of(name), shared,
-    )  # fmt: skip
+        name,
+        ModuleName(name).layer(container),
+        config.title,
+        config.peft_type,
+        tensors,
+        config.settings,
+        config.values_of(name),
+        shared,
+    )
 
 
 def open_expert(reference: str | Path) -> Adapter | Checkpoint:

@@ -67,9 +67,7 @@ class Parameter:
         return ", ".join(named) or ("a whole number" if self.kind is int else "a number")
 
 
-SCALE = Parameter(
-    "scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda"
-)  # fmt: skip
+SCALE = Parameter("scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda")
 DENSITY = Parameter("density", "share of ΔW to keep", 1.0, gt=0, le=1, required=True)
 SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True)
 

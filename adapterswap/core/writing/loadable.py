@@ -181,8 +181,10 @@ def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
     model = model or _names_of(plan)
     own_names = _own_names(adapter)
     schemes: list[Callable[[str], str | None]] = [
-        lambda name: name, model.older, lambda name: _in_class_of(model, name, own_names),
-    ]  # fmt: skip
+        lambda name: name,
+        model.older,
+        lambda name: _in_class_of(model, name, own_names),
+    ]
     scheme = next((scheme for scheme in schemes if _explains(scheme, own_names)), lambda name: None)
     names: dict[str, str] = {}
     for name in plan.slots:

@@ -310,8 +310,11 @@ class CompositionRecord(_Written):
             companions: whether the tokenizer and the like are written; else they are not even read.
         """
         fields: dict[str, Any] = {
-            "format": FORMAT, "kind": "adapter", "adapterswap_version": __version__, "num_layers": plan.num_layers,
-        }  # fmt: skip
+            "format": FORMAT,
+            "kind": "adapter",
+            "adapterswap_version": __version__,
+            "num_layers": plan.num_layers,
+        }
         if plan.is_model:
             named = plan.base.source if plan.base else None
             fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}

@@ -175,8 +175,9 @@ def _parts(module: Slot, resolved: Resolved, read: FactorReader) -> list[tuple[f
         sides = side_factors(module, read, resolved.kept_rows)
         b, a = rule.combine_factors(
             {side: (factors.b, factors.a) for side, factors in sides.items()},
-            seed=resolved.plan.composition.seed, module=module.name,
-        )  # fmt: skip
+            seed=resolved.plan.composition.seed,
+            module=module.name,
+        )
         return [(1.0, Factors(a, b))]
     parts = []
     for term in module.terms:

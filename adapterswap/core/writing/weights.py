@@ -181,9 +181,11 @@ def merge(
         AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
     """
     check_type(
-        plan, (Plan, Adapter, str, Path), "plan",
+        plan,
+        (Plan, Adapter, str, Path),
+        "plan",
         "Pass a plan, as `compose` or `layer_swap` returns it, or an adapter: opened, a folder or a Hub id",
-    )  # fmt: skip
+    )
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
     owners = {"tokenizer": tokenizer, "config_from": config_from}
