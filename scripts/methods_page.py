@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core.methods.method import Method, Parameter
-from adapterswap.core.methods.registry import ALIASES, BUILT_IN, in_adapters
+from adapterswap.core.methods.registry import ALIASES, BUILT_IN
 
 PAGE = Path(__file__).parent.parent / "docs" / "methods.md"
 LAB = PAGE.parent / "lab_methods.json"
@@ -139,7 +139,7 @@ def _row(method: Method) -> str:
     experts = f"{least}" if least == most else f"{least} or more"
     parameters = ", ".join(f"`{parameter.name}`" for parameter in method.parameters) or "–"
     weights = "yes" if method.weighted else "–"
-    return f"| [{method.name}](#{method.name}) | {in_adapters(method)} | {experts} | {weights} | {parameters} |"
+    return f"| [{method.name}](#{method.name}) | {method.in_adapters} | {experts} | {weights} | {parameters} |"
 
 
 def _section(method: Method, shared: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from adapterswap.cli.options import Json
 from adapterswap.cli.printing import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
 from adapterswap.core import Method, find_method, flag_of
-from adapterswap.core.methods.registry import BUILT_IN, all_methods, in_adapters
+from adapterswap.core.methods.registry import BUILT_IN, all_methods
 
 
 @declare("methods")
@@ -40,7 +40,7 @@ def _as_json(method: Method) -> dict[str, Any]:
         "parameters": [parameter.name for parameter in method.parameters],
         "defaults": {p.name: None if p.required else p.default for p in method.parameters},
         "linear": method.linear,
-        "in_adapters": in_adapters(method),
+        "in_adapters": method.in_adapters,
         "acts_on": method.acts_on,
         "weighted": method.weighted,
         "experts": list(method.sides),
@@ -56,7 +56,7 @@ def _as_json(method: Method) -> dict[str, Any]:
 def _print(method: Method) -> None:
     """Print one method, with the options of its parameters."""
     echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
-    echo(f"in an adapter: {in_adapters(method)}", f"reference: {method.reference}")
+    echo(f"in an adapter: {method.in_adapters}", f"reference: {method.reference}")
     for parameter in method.parameters:
         flag = flag_of(parameter.name) if method.name in BUILT_IN else f"--parameter {parameter.name}="
         echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
@@ -64,7 +64,7 @@ def _print(method: Method) -> None:
 
 def _print_all(methods: dict[str, Method]) -> None:
     rows = [
-        (name, in_adapters(method), ", ".join(p.name for p in method.parameters) or "–", method.reference)
+        (name, method.in_adapters, ", ".join(p.name for p in method.parameters) or "–", method.reference)
         for name, method in methods.items()
     ]
     print_rows("method", "in an adapter", "parameters", "reference", rows=rows, left=4)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
-from adapterswap.core.companions.companions import CompanionPlan, Companions, Kind
+from adapterswap.core.companions.companions import CompanionPlan, Companions
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.companions.generation import differing_settings
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import HEADS, ModelConfig
 
@@ -69,33 +67,20 @@ def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
 
 
 def _others(folder: Path, plan: CompanionPlan) -> Beside:
+    """A folder's other companions against those of their expected owners and of the other sources."""
     ours, result = Companions(folder), Beside()
-    for kind in get_args(Kind):
-        if (owner := plan.owner(kind)) is not None:
-            result += _kind(kind, ours, owner, plan)
+    for kind, expected in plan.owners.items():
+        stated = replace(expected, differing={})
+        if not ours.has(kind):
+            result += Beside(notes=(f"{stated}, but the folder has none",))
+            continue
+        if not (parts := plan.differences(ours, kind)):
+            continue
+        others = {name: one for name, one in plan.folders.items() if name != expected.owner and one.has(kind)}
+        same = next((name for name, one in others.items() if not ours.differences(one, kind)), None)
+        difference = f"{stated} should be here, and differs: {', '.join(parts)}"
+        if same is not None:
+            result += Beside(notes=(f"{difference}. The folder has {'the ' * (same == 'base')}{same}'s",))
+        else:
+            result += Beside((difference,), (kind,))
     return result
-
-
-def _kind(kind: Kind, ours: Companions, owner: str, plan: CompanionPlan) -> Beside:
-    """One kind of companions of a folder against those of its expected owner and of the other sources."""
-    ownership = replace(plan.owners[kind], differing={})
-    if not ours.has(kind):
-        return Beside(notes=(f"{ownership}, but the folder has none",))
-    parts = _parts(kind, ours, owner, plan)
-    if not parts:
-        return Beside()
-    others = {name: one for name, one in plan.folders.items() if name != owner and one.has(kind)}
-    same = next((name for name, one in others.items() if not ours.differences(one, kind)), None)
-    difference = f"{ownership} should be here, and differs: {', '.join(parts)}"
-    if same is not None:
-        return Beside(notes=(f"{difference}. The folder has {'the ' * (same == 'base')}{same}'s",))
-    return Beside((difference,), (kind,))
-
-
-def _parts(kind: Kind, ours: Companions, owner: str, plan: CompanionPlan) -> tuple[str, ...]:
-    if kind == "generation":
-        return differing_settings(ours.generation or {}, plan.generation or {})
-    parts = ours.differences(plan.folders[owner], kind)
-    if kind == "tokenizer" and plan.united is not None and plan.united.added:
-        return tuple(part for part in parts if part != "added tokens")
-    return parts

@@ -127,6 +127,10 @@ class Companions:
             found |= {kind: held} if held else {}
         return found
 
+    def copy(self, target: Path) -> None:
+        """Copy them into the folder `target`, except the config and code."""
+        copy_files(files_inside(self.folder, COMPANION_FILES), self.folder, target)
+
     def _names(self, patterns: Iterable[str]) -> list[str]:
         return [path.relative_to(self.folder).as_posix() for path in files_inside(self.folder, patterns)]
 
@@ -240,6 +244,15 @@ class CompanionPlan:
         """The result's generation settings, with the ids of its tokenizer; None if nobody has any."""
         owner = self.owner("generation")
         return None if owner is None else with_ids(self.folders[owner].generation or {}, *self._ids(owner))
+
+    def differences(self, folder: Companions, kind: Kind) -> tuple[str, ...]:
+        """In what a folder's companions of a kind differ from those that the result would have."""
+        if kind == "generation":
+            return differing_settings(folder.generation or {}, self.generation or {})
+        parts = folder.differences(self.folders[self.owners[kind].owner], kind)
+        if kind == "tokenizer" and self.united is not None and self.united.added:
+            return tuple(part for part in parts if part != "added tokens")
+        return parts
 
     @property
     def _code(self) -> str:
@@ -470,8 +483,3 @@ def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     return Ownership(
         "tokenizer", united.owner, differing | {name: () for name in united.others if name not in differing}
     )
-
-
-def copy_companions(folder: Path, target: Path) -> None:
-    """Copy a folder's companions of the weights, except its config and its code."""
-    copy_files(files_inside(folder, COMPANION_FILES), folder, target)

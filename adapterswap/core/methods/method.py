@@ -151,6 +151,18 @@ class Method:
         """Whether an adapter can hold the result exactly, with these parameter values."""
         return self.linear
 
+    @property
+    def in_adapters(self) -> Literal["exact", "reduced", "no"]:
+        """How an adapter holds the result with default parameters."""
+        if self.acts_on == "weights":
+            return "no"
+        return "exact" if self.exact_in_adapters({p.name: p.default for p in self.parameters}) else "reduced"
+
+    @property
+    def own_parameters(self) -> tuple[Parameter, ...]:
+        """The parameters that each rule sets itself, without those that all rules share."""
+        return tuple(parameter for parameter in self.parameters if not parameter.shared)
+
 
 class NonlinearMethod(Method, ABC):
     """A method that needs the dense ΔW of a module: an adapter holds its result up to a chosen rank.

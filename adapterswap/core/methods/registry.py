@@ -129,18 +129,6 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
     return [*names, *ALIASES, *sorted(_added())] if packages else names
 
 
-def in_adapters(method: Method) -> str:
-    """How an adapter holds the method's result with default parameters: `exact`, `reduced` or `no`."""
-    if method.acts_on == "weights":
-        return "no"
-    return "exact" if method.exact_in_adapters({p.name: p.default for p in method.parameters}) else "reduced"
-
-
-def own_parameters(name: str) -> tuple[Parameter, ...]:
-    """The method's parameters that each rule sets itself, without those that all rules share."""
-    return tuple(parameter for parameter in find_method(name).parameters if not parameter.shared)
-
-
 def having(parameter: str, *, in_rules: bool = False) -> list[str]:
     """The built-in methods that have a parameter of this name."""
     return [name for name in names_of(in_rules=in_rules) if any(parameter == p.name for p in BUILT_IN[name].parameters)]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.companions import copy_companions
+from adapterswap.core.companions.companions import Companions
 from adapterswap.core.model.base import read_config
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.loading import load_as_saved
@@ -30,7 +30,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
         model._weight_conversions = _without_quantization(model)
         model.save_pretrained(folder)
         del model
-        copy_companions(base.source.folder, folder)
+        Companions(base.source.folder).copy(folder)
         checkpoint = Checkpoint.read(replace(base.source, folder=folder))
         if checkpoint.quantization is not None:
             raise _cannot(base.name, base.quantization, "the weights stay quantized")

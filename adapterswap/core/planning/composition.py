@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.methods.method import SCALE, SEED
-from adapterswap.core.methods.registry import check_name, find_method, having, names_of, own_parameters
+from adapterswap.core.methods.registry import check_name, find_method, having, names_of
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
 from adapterswap.core.model.sources import Reference
@@ -280,7 +280,7 @@ class Composition(MethodPlain):
                 raise FieldMistake(f"`{name}` only applies to a layer swap: {why}", name)
         if self.seed != SEED.default and not self.is_random:
             raise FieldMistake(f"`seed` only applies to {', '.join(having(SEED.name))}", "seed")
-        for parameter in own_parameters(self.method):
+        for parameter in find_method(self.method).own_parameters:
             if parameter.name not in self.parameters:
                 meaning = f"{parameter.description}, {parameter.allowed}"
                 raise FieldMistake(f"`method={self.method}` needs `{parameter.name}` ({meaning})", parameter.name)
@@ -471,7 +471,7 @@ class Composition(MethodPlain):
             summed = {_Side(self.task): self.task_weight, _Side(target): scale, _Side(source): -scale}
             return (_blended(summed, normalize=False),)
         if self.method != "layer_swap":
-            own = {p.called(in_rules=True): self.parameters[p.name] for p in own_parameters(self.method)}
+            own = {p.called(in_rules=True): self.parameters[p.name] for p in find_method(self.method).own_parameters}
             return (_blended(self._combined(), method=self.method, **own),)
         if self.partition:
             return self._partition_rules(num_layers)
@@ -651,7 +651,7 @@ def parse_composition(name: str) -> Composition:
     method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
     keys = {*_SHORT_KEYS}
     if method not in names_of() and method in names_of(packages=True):
-        keys |= {parameter.name for parameter in own_parameters(method)}
+        keys |= {parameter.name for parameter in find_method(method).own_parameters}
     for item in items:
         key, _, value = item.partition("=")
         if key not in keys:

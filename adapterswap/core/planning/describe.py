@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.methods.method import SCALE
-from adapterswap.core.methods.registry import own_parameters
+from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.layers import (
     STACKS,
     Kind,
@@ -231,7 +231,7 @@ def blend_text(coefficients: Mapping[str, float]) -> str:
 
 def _parameters_text(rule: Rule) -> str:
     """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
-    parameters = [parameter for parameter in own_parameters(rule.method) if parameter.name != SCALE.name]
+    parameters = [parameter for parameter in find_method(rule.method).own_parameters if parameter.name != SCALE.name]
     values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
     listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
     return f" at {', '.join(listed)}" if listed else ""

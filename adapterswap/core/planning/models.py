@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from adapterswap.core.methods.method import Parameter
-from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, check_name, having, own_parameters
+from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, check_name, find_method, having
 from adapterswap.core.model.layers import MAX_LAYERS, Stack
 from adapterswap.core.planning.parameters import gathered, named, parameter_keys, with_defaults
 from adapterswap.kit.files.models import Numbers, StrictModel
@@ -77,7 +77,7 @@ class MethodFields(StrictModel):
     @classmethod
     def _checked(cls, content: Mapping[Any, Any], methods: list[str]) -> dict[str, Any]:
         """The checked values by name, with defaults for those that are absent."""
-        parameters = {p.name: p for method in methods for p in own_parameters(method)}
+        parameters = {p.name: p for method in methods for p in find_method(method).own_parameters}
         names = {p.called(in_rules=cls.in_rules): p.name for p in parameters.values()}
         values: dict[str, Any] = {}
         mistakes: list[InitErrorDetails] = []

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from adapterswap.core.methods.method import Parameter
-from adapterswap.core.methods.registry import PARAMETERS, own_parameters
+from adapterswap.core.methods.registry import PARAMETERS, find_method
 from adapterswap.kit.files.plain import Plain, quick
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class MethodPlain(Plain):
     def _complete(self) -> None:
         """Read the parameters; a `KeyError` if the method has no such parameter."""
         fields = self.__dict__
-        own = {parameter.name: parameter for parameter in own_parameters(fields["method"])}
+        own = {parameter.name: parameter for parameter in find_method(fields["method"]).own_parameters}
         called = {parameter.called(in_rules=self.in_rules): parameter for parameter in own.values()}
         given = {key: value for key, value in fields["parameters"].items() if value is not None}
         values = {called[key].name: _quick_parameter(called[key], value) for key, value in given.items()}
@@ -94,7 +94,7 @@ def _quick_parameter(parameter: Parameter, value: Any) -> Any:
 
 def named(values: Mapping[str, Any], method: str, *, in_rules: bool, without_defaults: bool) -> dict[str, Any]:
     """The values by the keys that rules, or compositions, have for them."""
-    own = {parameter.name: parameter for parameter in own_parameters(method)}
+    own = {parameter.name: parameter for parameter in find_method(method).own_parameters}
     entries = {
         own[name].called(in_rules=in_rules): value
         for name, value in values.items()

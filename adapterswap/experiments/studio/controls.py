@@ -13,7 +13,7 @@ import gradio as gr
 
 from adapterswap.core import BASE, ZONES, Composition, Kind, Method, Parameter, Partition, find_method
 from adapterswap.core.methods.method import SpanMethod
-from adapterswap.core.methods.registry import PARAMETERS, in_adapters, names_of
+from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import ArgumentError
@@ -33,7 +33,7 @@ def presets() -> list[tuple[str, str]]:
     Methods that a running model cannot hold come last. Methods that only full weights can hold are left out.
     """
     methods = {name: find_method(name) for name in names_of()[1:]}
-    methods = {name: method for name, method in methods.items() if in_adapters(method) != "no"}
+    methods = {name: method for name, method in methods.items() if method.in_adapters != "no"}
     partitions = [(title_of({"partition": name}), _PARTITION + name) for name in get_args(Partition)]
     answering = [(title_of({"method": name}), name) for name, method in methods.items() if _answers(method)]
     to_files = [

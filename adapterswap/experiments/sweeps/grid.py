@@ -16,7 +16,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from adapterswap.core import BASE, Composition, find_method
-from adapterswap.core.methods.registry import own_parameters
 from adapterswap.core.planning.composition import scaled_default
 from adapterswap.experiments.sweeps.families import (
     BASELINES,
@@ -158,7 +157,7 @@ def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> 
         return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
     if is_only:
         return True
-    defaults = {p.name: None if p.required else p.default for p in own_parameters(composition.method)}
+    defaults = {p.name: None if p.required else p.default for p in find_method(composition.method).own_parameters}
     return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}
 
 
