@@ -53,33 +53,9 @@ def check(made: object) -> None:
         gate(made)
 
 
-def _form(requested: Requested) -> None:
-    check_form(requested.plan, requested.form)
-
-
-def _one_base(requested: Requested) -> None:
-    check_one_base(requested.plan.adapters)
-
-
-def _tied_rows(requested: Requested) -> None:
-    check_tied_rows(requested.plan.adapters)
-
-
-def _fusing(requested: Requested) -> None:
-    check_fusing(requested.plan)
-
-
 def _settings(laid_out: LaidOut) -> None:
     if laid_out.layout.config["peft_type"] == LORA:
         AdapterConfig.check_written(laid_out.layout.config)
-
-
-def _renaming(laid_out: LaidOut) -> None:
-    check_renaming(laid_out.plan, laid_out.layout)
-
-
-def _tied_rows_of_weights(full: FullWeights) -> None:
-    check_tied_rows(full.plan.adapters)
 
 
 def _copies_of_the_base(full: FullWeights) -> None:
@@ -142,7 +118,17 @@ def _tokens(full: FullWeights) -> None:
 
 
 GATES: Mapping[type, tuple[Callable[[Any], None], ...]] = {
-    Requested: (_form, _one_base, _tied_rows, _fusing),
-    LaidOut: (_settings, _renaming),
-    FullWeights: (_tied_rows_of_weights, _quantization, _copies_of_the_base, _tokens),
+    Requested: (
+        lambda made: check_form(made.plan, made.form),
+        lambda made: check_one_base(made.plan.adapters),
+        lambda made: check_tied_rows(made.plan.adapters),
+        lambda made: check_fusing(made.plan),
+    ),
+    LaidOut: (_settings, lambda made: check_renaming(made.plan, made.layout)),
+    FullWeights: (
+        lambda made: check_tied_rows(made.plan.adapters),
+        _quantization,
+        _copies_of_the_base,
+        _tokens,
+    ),
 }
