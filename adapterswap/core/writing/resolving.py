@@ -1,7 +1,7 @@
 """Resolve the parts of a plan that depend on tensors: magnitude weights, angles, rows under a threshold.
 
-Plans are made from headers alone and leave these open, so executors call `resolve` first. It reads the experts' files a
-few rows at a time.
+Plans are made from headers alone and leave these open, so executors begin with `Resolved.of`. It reads the experts'
+files a few rows at a time.
 
 A magnitude is the mean |ΔW| over all rows of all ΔW. A full checkpoint's ΔW are those of its matrices; norms and biases
 have no rows. A matrix has one row per output, as in adapters, and an embedding one per token. An average of adapters
