@@ -43,7 +43,7 @@ CEILINGS = {
     "core.writing": 29,
     "core": 51,  # its door
     "kit": 39,
-    "experiments.evaluation": 36,
+    "experiments.evaluation": 19,
     "core.changes": 20,
     "core.experts": 25,
     "experiments.sweeps": 25,

@@ -26,6 +26,7 @@ from adapterswap.cli.options import (
     Text,
     one_voice,
     only_with,
+    parsed_arguments,
     together,
 )
 from adapterswap.cli.printing import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from adapterswap.core import Plan
-    from adapterswap.experiments.evaluation import EvaluationResult, TaskResult
+    from adapterswap.experiments.evaluation import EvaluationResult
     from adapterswap.experiments.evaluation.subjects import Evaluation
 
 
@@ -105,7 +106,6 @@ def _settings(
     """
     settings = dict(locals())
     from adapterswap.experiments.evaluation import Settings
-    from adapterswap.experiments.evaluation.settings import parsed_arguments
 
     settings |= {"engine": engine or "transformers", "engine_args": parsed_arguments(engine_args), "gen_kwargs": {}}
     if gen_kwargs:
@@ -183,9 +183,9 @@ def evaluate_command(
     if Processes.is_first():
         for line in prepared.companions.prompt_lines:
             note(line)
-    if (date := prepared.settings.date) != settings.date and Processes.is_first():
+    if (date := prepared.exam.settings.date) != settings.date and Processes.is_first():
         note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
-    unscored = [name for name in prepared.tasks["tasks"] if name.startswith("multijail_")]
+    unscored = [name for name in prepared.exam.tasks.tasks if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")
     if dry_run:
@@ -208,7 +208,7 @@ def evaluate_command(
     if not processes.main:
         return
     if as_json:
-        print_json({**result.as_json(), "subject": prepared.subject, "out_path": out_path})
+        print_json({**result.as_json(), "subject": prepared.described, "out_path": out_path})
     else:
         _print(result)
     _remarks(result, settings.max_gen_toks)
@@ -233,12 +233,12 @@ def _phase(step: str) -> None:
 
 def _dry_run(prepared: Evaluation, as_json: bool) -> None:
     """Print what would be evaluated: the composition, the tasks, the first prompt."""
-    previews = prepared.preview()
+    previews = prepared.exam.preview()
     if as_json:
-        print_json({"subject": prepared.subject, "tasks": [asdict(task) for task in previews], "evaluated": False})
+        print_json({"subject": prepared.described, "tasks": [asdict(task) for task in previews], "evaluated": False})
         return
-    if prepared.plan is not None:
-        echo(*prepared.plan.strip.splitlines())
+    if prepared.subject.plan is not None:
+        echo(*prepared.subject.plan.strip.splitlines())
     heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")
     rows = [
         (
@@ -263,11 +263,7 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
 
 def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> None:
     """Evaluate in both engines, and print a row for each score."""
-    from adapterswap.experiments.evaluation.comparing import compare_engines
-
-    rows = compare_engines(
-        prepared, device=device, dtype=dtype, tell=lambda engine: _phase(f"evaluating with {engine}")
-    )
+    rows = prepared.compare_engines(device=device, dtype=dtype, tell=lambda engine: _phase(f"evaluating with {engine}"))
     if as_json:
         print_json([row.as_json() for row in rows])
         return
@@ -280,10 +276,8 @@ def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> No
 
 def _print(result: EvaluationResult) -> None:
     """Print a table for each set of tasks with the same scores, with a row per task."""
-    tasks_by_scores: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
-    for task in [*result.tasks.values(), *result.groups.values()]:
-        tasks_by_scores.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
-    for columns, tasks in tasks_by_scores.items():
+    for tasks in result.by_scores():
+        columns = [(score.metric, score.filter) for score in tasks[0].scores]
         heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
         rows: list[list[Any]] = []
         for task in tasks:

@@ -7,6 +7,7 @@ Completion reads the names of folders and the list of shipped recipes, but opens
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -20,7 +21,7 @@ from click.core import ParameterSource
 
 from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
-from adapterswap.kit.errors import AdapterswapError
+from adapterswap.kit.errors import AdapterswapError, ArgumentError
 from adapterswap.kit.processes import Processes, first_to_report
 
 if TYPE_CHECKING:
@@ -150,6 +151,20 @@ def name_and_path(option: str) -> tuple[str, str]:
     if not equals or not name or not path:
         raise click.UsageError(f"--expert {option!r} is not NAME=PATH.")
     return name, path
+
+
+def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts as settings of an engine: JSON, such as numbers and true, or text."""
+    arguments: dict[str, Any] = {}
+    for text in texts:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ArgumentError(f"{text!r} is not key=value", "Pass such as max_num_seqs=64", parameter="engine_args")
+        try:
+            arguments[key.replace("-", "_")] = json.loads(value)
+        except ValueError:
+            arguments[key.replace("-", "_")] = value
+    return arguments
 
 
 def only_with(needed: str, passed: object, *names: str) -> None:

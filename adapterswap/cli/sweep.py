@@ -27,6 +27,7 @@ from adapterswap.cli.options import (
     Setting,
     one_voice,
     only_with,
+    parsed_arguments,
     together,
     with_short,
 )
@@ -109,7 +110,6 @@ def sweep_command(
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
     from adapterswap.core import choose_device
-    from adapterswap.experiments.evaluation.settings import parsed_arguments
     from adapterswap.experiments.sweeps import SweepRecipe, prepare, remarks, summarize, sweep
     from adapterswap.experiments.sweeps.recording import check_out_path
     from adapterswap.experiments.sweeps.running import estimate

@@ -419,6 +419,12 @@ def is_correct(text: str, gold: Decimal, language: str | None = None) -> bool:
     return extract_answer(text, language) == gold
 
 
+def is_right(written: str, answer: str) -> bool:
+    """Whether a text is the answer, or gives the same number if the answer is nothing but a number."""
+    number = parse_number(answer)
+    return written.strip() == answer or (number is not None and is_correct(written, number))
+
+
 def answer_text(answer: Any) -> str:
     """A filter's answer as text: a number in its plain form, `[invalid]` for None."""
     if answer is None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from adapterswap.experiments.evaluation.settings import ENGINES
-
-if TYPE_CHECKING:
-    from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score
-    from adapterswap.experiments.evaluation.subjects import Evaluation
+from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score
 
 
 @dataclass(frozen=True)
@@ -41,25 +37,13 @@ class EngineDifference:
         return asdict(self)
 
 
-def compare_engines(
-    evaluation: Evaluation,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    tell: Callable[[str], None] = lambda engine: None,
-) -> list[EngineDifference]:
-    """Evaluate in transformers, then in vLLM, and compare each score of each task over the documents."""
-    results: list[EvaluationResult] = []
-    for engine in ENGINES:
-        tell(engine)
-        arguments = evaluation.settings.engine_args if engine != ENGINES[0] else {}
-        settings = replace(evaluation.settings, engine=engine, engine_args=arguments)
-        results.append(replace(evaluation, settings=settings).run(device=device, dtype=dtype))
-    pairs = list(zip(*(result.samples for result in results), strict=True))
+def differences(ours: EvaluationResult, theirs: EvaluationResult) -> list[EngineDifference]:
+    """Compare each score of each task over the documents: first transformers' result, then vLLM's."""
+    pairs = list(zip(ours.samples, theirs.samples, strict=True))
     return [
-        _difference(task.name, ours, theirs, [pair for pair in pairs if pair[0].task == task.name])
-        for task in results[0].tasks.values()
-        for ours, theirs in zip(task.scores, results[1].tasks[task.name].scores, strict=True)
+        _difference(task.name, own, other, [pair for pair in pairs if pair[0].task == task.name])
+        for task in ours.tasks.values()
+        for own, other in zip(task.scores, theirs.tasks[task.name].scores, strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ from adapterswap.experiments.evaluation.stock_tasks import (
     explained_task_errors,
     rendering,
 )
-from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, RunError
 from adapterswap.kit.processes import Processes
@@ -149,9 +149,9 @@ def preview(
         silenced(),
         rendering(sandboxed=settings.sandboxed),
         seeded(settings.seed),
-        explained_task_errors(loaded["tasks"]),
+        explained_task_errors(loaded.tasks),
     ):
-        for name, task in loaded["tasks"].items():
+        for name, task in loaded.tasks.items():
             task.set_fewshot_seed(settings.seed)
             task.build_all_requests(
                 limit=get_sample_size(task, settings.limit),
@@ -205,7 +205,7 @@ def evaluate(
         model: a transformers model or a PeftModel, on its device. It is evaluated in eval mode; afterwards the modes of
             its modules and the global random generators are restored.
         tokenizer: its tokenizer. It is not changed.
-        tasks: see `load_tasks`.
+        tasks: see `LoadedTasks.load`.
         settings: see `Settings`, whose defaults apply otherwise.
         documents: task → the numbers of the documents to evaluate, at least one; by default all within
             `settings.limit`. Random shots are drawn for these documents alone.
@@ -219,7 +219,7 @@ def evaluate(
         Scores with standard errors, and every sample: the same in each process, for any number of processes.
 
     Raises:
-        AdapterswapError: see `load_tasks`, `Settings.check` and `check_texts`.
+        AdapterswapError: see `LoadedTasks.load`, `Settings.check` and `check_texts`.
         ArgumentError: a prompt and its output do not fit into the model's context.
         DataError: a task cannot make a prompt of a document, or cannot score it.
         RunError: the device runs out of memory.
@@ -234,25 +234,25 @@ def evaluate(
     def begin() -> None:
         assert on_progress is not None
         if done == 0:
-            on_progress(0, sum(len(task.instances or ()) for task in loaded["tasks"].values()))
+            on_progress(0, sum(len(task.instances or ()) for task in loaded.tasks.values()))
 
     def step() -> None:
         nonlocal done
-        total = sum(len(task.instances or ()) for task in loaded["tasks"].values())
+        total = sum(len(task.instances or ()) for task in loaded.tasks.values())
         done = min(done + processes.count, total)
         assert on_progress is not None
         on_progress(done, total)
 
     from adapterswap.experiments.evaluation.harness import EvaluatedModel
 
-    with restored_modes(model), harness(loaded["tasks"], settings):
+    with restored_modes(model), harness(loaded.tasks, settings):
         harness_model = EvaluatedModel(
             model,
             padded(tokenizer),
             settings=settings,
             batch_size=settings.batch_size,
             processes=processes,
-            check=lambda: check_texts(loaded["tasks"]),
+            check=lambda: check_texts(loaded.tasks),
             on_begin=begin if on_progress else None,
             on_progress=step if on_progress else None,
         )
@@ -265,9 +265,7 @@ def evaluate(
                 parameter="batch_size",
             ) from None
     # All processes have the same results, unless a task runs generated code: the main process decides.
-    return processes.from_main(
-        as_result(harness_results, harness_model, loaded["tasks"], settings, surroundings(model))
-    )
+    return processes.from_main(as_result(harness_results, harness_model, loaded.tasks, settings, surroundings(model)))
 
 
 def padded(tokenizer: Any) -> Any:
@@ -279,11 +277,11 @@ def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settin
     """The harness's tasks, when everything that needs no model has been checked."""
     require("eval")
     settings.check(tokenizer)
-    loaded = load_tasks(tasks, settings)
+    loaded = LoadedTasks.load(tasks, settings)
     if settings.language_fidelity:
         require("languages")
     if settings.enable_thinking:
-        scored = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
+        scored = [name for name, task in loaded.tasks.items() if task.OUTPUT_TYPE != "generate_until"]
         if scored:
             raise ArgumentError(
                 f"`enable_thinking` is for answers that are generated, but {', '.join(scored)} compares likelihoods",
@@ -309,19 +307,19 @@ def harness(tasks: Mapping[str, Any], settings: Settings) -> Iterator[None]:
 
 
 def run_harness(
-    model: EvaluatedModel, loaded: Any, settings: Settings, documents: Mapping[str, Collection[int]] | None
+    model: EvaluatedModel, loaded: LoadedTasks, settings: Settings, documents: Mapping[str, Collection[int]] | None
 ) -> Mapping[str, Any]:
     """The harness's results; for `documents` see `evaluate`."""
     from lm_eval import evaluator
 
     # The harness numbers the documents in the given order, and takes an empty list for all.
-    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded["tasks"]}
-    for task in loaded["tasks"].values():
+    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded.tasks}
+    for task in loaded.tasks.values():
         task.set_fewshot_seed(settings.seed)
     try:
         results: Mapping[str, Any] = evaluator.evaluate(
             model,
-            loaded,
+            {"tasks": loaded.tasks, "groups": loaded.groups},
             limit=settings.limit if requested_documents is None else None,
             samples=requested_documents,
             apply_chat_template=settings.apply_chat_template,
@@ -330,7 +328,7 @@ def run_harness(
             confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
         )
     finally:
-        for task in loaded["tasks"].values():
+        for task in loaded.tasks.values():
             task._instances = None  # the tasks are kept, their outputs need not be
     return results
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -125,6 +126,11 @@ def read_mgsm(code: str) -> MgsmLanguage:
             for row, (question, solution) in zip(rows, pairs, strict=True)
         ),
     )
+
+
+def mgsm_questions() -> Iterator[str]:
+    """The questions of all languages."""
+    return (question for code in LANGUAGES for question, _ in read_mgsm(code).questions)
 
 
 def _questions(text: str) -> list[tuple[str, int]]:

@@ -176,6 +176,13 @@ class EvaluationResult:
             lines.append(f"\n{task.name} (n = {task.num_docs}): {'; '.join(scores)}")
         return f"<EvaluationResult{''.join(lines)}>"
 
+    def by_scores(self) -> list[list[TaskResult]]:
+        """The tasks and groups, those with the same metrics and filters together."""
+        alike: dict[tuple[tuple[str, str], ...], list[TaskResult]] = {}
+        for task in (*self.tasks.values(), *self.groups.values()):
+            alike.setdefault(tuple((score.metric, score.filter) for score in task.scores), []).append(task)
+        return list(alike.values())
+
     def as_json(self) -> dict[str, Any]:
         """Scores and settings as plain data, without the samples."""
         content = {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,26 +14,13 @@ from pydantic import Field, field_validator
 from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
+from adapterswap.kit.files.folders import files_in
+from adapterswap.kit.files.hashes import fingerprint
 from adapterswap.kit.files.models import FiniteModel
 from adapterswap.kit.files.text import expand
 
-
-def parsed_arguments(texts: Iterable[str]) -> dict[str, Any]:
-    """`key=value` texts as settings of an engine: JSON, such as numbers and true, or text."""
-    arguments: dict[str, Any] = {}
-    for text in texts:
-        key, sign, value = text.partition("=")
-        if not sign or not key:
-            raise ArgumentError(f"{text!r} is not key=value", "Pass such as max_num_seqs=64", parameter="engine_args")
-        try:
-            arguments[key.replace("-", "_")] = json.loads(value)
-        except ValueError:
-            arguments[key.replace("-", "_")] = value
-    return arguments
-
-
-SEED = 1234  # lm-evaluation-harness's
 ENGINES = ("transformers", "vllm")
+_PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
 
 
 @dataclass(frozen=True)
@@ -78,7 +64,7 @@ class Settings:
     include_path: str | Path | None = None
     trust_task_code: bool = False
     confirm_run_unsafe_code: bool = False
-    seed: int = SEED
+    seed: int = 1234  # lm-evaluation-harness's
     language_fidelity: bool = False
     engine: str = "transformers"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +81,28 @@ class Settings:
     def day(self) -> datetime.date | None:
         """`date` as a date."""
         return None if self.date is None else datetime.date.fromisoformat(self.date)
+
+    @property
+    def task_files(self) -> dict[str, str]:
+        """Path below `include_path` → fingerprint, of all files in it."""
+        if self.include_path is None:
+            return {}
+        folder = expand(self.include_path)
+        names = [path.relative_to(folder) for path in files_in(folder)]
+        return {
+            name.as_posix(): fingerprint(folder / name)
+            for name in names
+            if not any(part.startswith(_PASSING) for part in name.parts)
+        }
+
+    def check_processes(self, count: int) -> None:
+        """Refuse several processes that would each start an engine."""
+        if count > 1 and self.engine != ENGINES[0]:
+            raise ArgumentError(
+                f"{count} processes were started, and each would start an engine",
+                "Start one process; vLLM uses several devices with `engine_args.tensor_parallel_size`",
+                parameter="engine",
+            )
 
     def chat(self, tokenizer: Any) -> ChatTemplate:
         """The tokenizer's chat template with these variables and this date."""

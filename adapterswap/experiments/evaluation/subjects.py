@@ -12,9 +12,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adapterswap.core import (
     Adapter,
@@ -35,12 +35,12 @@ from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Records, Source
 from adapterswap.core.writing.records import CompositionRecord, read_record
-from adapterswap.experiments.evaluation import evaluating
-from adapterswap.experiments.evaluation.languages import check_languages
+from adapterswap.experiments.evaluation.comparing import EngineDifference, differences
+from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.prompts import Vocabulary
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result
-from adapterswap.experiments.evaluation.settings import SEED, Settings
-from adapterswap.experiments.evaluation.tasks import LoadedTasks, check_task_names, load_tasks
+from adapterswap.experiments.evaluation.settings import ENGINES, Settings
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -56,9 +56,6 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import TensorFile
 from adapterswap.kit.files.text import read_json, shown
 from adapterswap.kit.processes import Processes
-
-if TYPE_CHECKING:
-    from adapterswap.experiments.evaluation.evaluating import TaskPreview
 
 _MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
 _SECONDS = 10.0  # for the regexes of a config on all modules; ordinary ones take milliseconds
@@ -104,96 +101,115 @@ def find_adapter(reference: str) -> Source:
     return source
 
 
-@contextmanager
-def load_subject(
-    base: OpenedBase,
-    *,
-    adapter: Source | None = None,
-    plan: Plan | None = None,
-    max_rank: int | None = None,
-    max_error: float | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-) -> Iterator[Any]:
-    """Yield the model: the base alone, with `adapter`, or with the composition of `plan`.
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated: a base alone, with an adapter, or with a composition.
 
-    If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
-    needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
+    Attributes:
+        base: its config and tokenizer.
+        adapter: the adapter on the base, if any.
+        plan: the composition on the base, if any.
+        max_rank, max_error: see `write_adapter`.
     """
-    from adapterswap.core import write_adapter
-    from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
 
-    target = choose_device(device)
-    check_subject(base, adapter, plan)
-    with ExitStack() as stack:
-        if plan is not None and (max_rank is not None or max_error is not None or why_not_live(plan) is not None):
-            folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
-            adapter = Source(write_adapter(plan, folder, max_rank=max_rank, max_error=max_error), folder.name)
-            plan = None
-        model = base.load_weights(dtype=dtype).to(target)
-        if adapter is not None:
-            model = _with_adapter(model, adapter)
+    base: OpenedBase
+    adapter: Source | None = None
+    plan: Plan | None = None
+    max_rank: int | None = None
+    max_error: float | None = None
+
+    @property
+    def output(self) -> dict[str, Any]:
+        """How the composition is reduced; empty if it is not."""
+        bounds = {"max_rank": self.max_rank, "max_error": self.max_error}
+        return {name: value for name, value in bounds.items() if value is not None}
+
+    @contextmanager
+    def loaded(self, *, device: str = "auto", dtype: str = "auto") -> Iterator[Any]:
+        """Yield the model.
+
+        If possible, a composition is made live: its experts are loaded side by side and no adapter is written. One that
+        needs tensors of its own (see `why_not_live`) or a bound on its rank is written to a temporary folder first.
+        """
+        from adapterswap.core import write_adapter
+        from adapterswap.engines.live import LiveComposer, load_experts, why_not_live
+
+        target = choose_device(device)
+        self.check()
+        adapter, plan = self.adapter, self.plan
+        with ExitStack() as stack:
+            if plan is not None and (self.output or why_not_live(plan) is not None):
+                folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
+                adapter, plan = Source(write_adapter(plan, folder, **self.output), folder.name), None
+            model = self.base.load_weights(dtype=dtype).to(target)
+            if adapter is not None:
+                model = _with_adapter(model, adapter)
+            if plan is not None:
+                model = load_experts(model, plan)
+                stack.enter_context(LiveComposer(model).use(plan))
+            yield model.eval()
+
+    def check(self) -> None:
+        """Check whether the adapter or the composition fits the base, as far as files without weights tell."""
+        base, adapter, plan = self.base, self.adapter, self.plan
         if plan is not None:
-            model = load_experts(model, plan)
-            stack.enter_context(LiveComposer(model).use(plan))
-        yield model.eval()
+            check_depth_of(base.reference, self._depth, plan.num_layers, "Leave out `num_layers`")
+            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+        if adapter is not None:
+            own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+            check_base_weights(
+                {str(adapter): Records(adapter.folder).base()},
+                base.source,
+                {str(adapter): own if isinstance(own, str) else None},
+            )
+            opened = None
+            with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
+                opened = Adapter.read(adapter)
+            try:
+                _ = opened and self.alone(opened)
+            except AdapterswapError as error:
+                if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
+                    raise
 
+    def alone(self, adapter: Adapter) -> Plan:
+        """The plan of one adapter on the base."""
+        rules = {"rules": [{"expert": "adapter"}], "base_model": self.base.reference}
+        return make_plan(Composition.model_validate(rules), {"adapter": adapter}, num_layers=self._depth)
 
-def check_subject(base: OpenedBase, adapter: Source | None, plan: Plan | None) -> None:
-    """Check whether an adapter or a composition fits a base, as far as files without weights tell."""
-    if plan is not None:
-        check_depth_of(base.reference, _depth(base), plan.num_layers, "Leave out `num_layers`")
-        check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
-    if adapter is not None:
-        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
-        check_base_weights(
-            {str(adapter): Records(adapter.folder).base()},
-            base.source,
-            {str(adapter): own if isinstance(own, str) else None},
+    @property
+    def _depth(self) -> int | None:
+        return ModelConfig(self.base.config.to_dict()).num_layers
+
+    def companions(self, chat_template_from: str | None) -> CompanionPlan:
+        """Whose tokenizer and chat template the merged model would have."""
+        plan = self.plan
+        folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
+        folders |= {"adapter": self.adapter.folder} if self.adapter is not None else {}
+        return CompanionPlan.decide_prompts(
+            folders,
+            self.base.source.folder,
+            rows=getattr(self.base.config.get_text_config(), "vocab_size", None),
+            tokenizer=plan.composition.tokenizer if plan is not None else None,
+            template=chat_template_from,
         )
-        opened = None
-        with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
-            opened = Adapter.read(adapter)
-        try:
-            _ = opened and _alone(opened, base)
-        except AdapterswapError as error:
-            if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
-                raise
 
-
-def _alone(adapter: Adapter, base: OpenedBase) -> Plan:
-    """The plan of one adapter."""
-    composition = Composition.model_validate({"rules": [{"expert": "adapter"}], "base_model": base.reference})
-    return make_plan(composition, {"adapter": adapter}, num_layers=_depth(base))
-
-
-def _depth(base: OpenedBase) -> int | None:
-    return ModelConfig(base.config.to_dict()).num_layers
-
-
-def describe_subject(
-    base: OpenedBase,
-    *,
-    adapter: Source | None = None,
-    plan: Plan | None = None,
-    max_rank: int | None = None,
-    max_error: float | None = None,
-) -> dict[str, Any]:
-    """What `load_subject` loads, as plain data without local paths; adapters by their SHA-256."""
-    named = {"source": base.source.name, "revision": base.source.revision}
-    prints = base.source.identity  # another local base may have the same name
-    subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
-    if adapter is not None:
-        subject["adapter"] = _describe(adapter)
-        if isinstance(record := read_record(adapter.folder), CompositionRecord):
+    def described(self) -> dict[str, Any]:
+        """As plain data without local paths; adapters by their SHA-256."""
+        source, plan = self.base.source, self.plan
+        named = {"source": source.name, "revision": source.revision}
+        prints = source.identity  # another local base may have the same name
+        subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
+        if self.adapter is not None:
+            subject["adapter"] = _describe(self.adapter)
+            if isinstance(record := read_record(self.adapter.folder), CompositionRecord):
+                subject["composition"] = _made_of(record)
+        if plan is not None:
+            hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
+            experts = {name: SourceRecord.of_adapter(expert, hashes[name]) for name, expert in plan.adapters.items()}
+            output = {"max_rank": self.max_rank, "max_error": self.max_error}
+            record = CompositionRecord.of(plan, experts, None, output=output, measured={})
             subject["composition"] = _made_of(record)
-    if plan is not None:
-        hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
-        experts = {name: SourceRecord.of_adapter(expert, hashes[name]) for name, expert in plan.adapters.items()}
-        output = {"max_rank": max_rank, "max_error": max_error}
-        record = CompositionRecord.of(plan, experts, None, output=output, measured={})
-        subject["composition"] = _made_of(record)
-    return subject
+        return subject
 
 
 def _describe(source: Source) -> dict[str, Any]:
@@ -272,33 +288,18 @@ class Evaluation:
     """An evaluation that is ready to run: everything that needs no weights has been checked.
 
     Attributes:
-        base: its config and tokenizer.
-        tasks: the loaded tasks.
-        settings: how they are evaluated.
-        subject: a description of what is evaluated, as plain data.
+        subject: what is evaluated.
+        exam: the tasks, and how they are evaluated.
+        described: the subject as plain data.
         companions: whose tokenizer and chat template the prompts have: as those of the merged model.
-        adapter: the adapter on the base, if any.
-        plan: the composition on the base, if any.
-        max_rank, max_error: see `write_adapter`.
         inputs: paths that the output may not overlap.
     """
 
-    base: OpenedBase
-    tasks: LoadedTasks
-    settings: Settings
-    subject: Mapping[str, Any]
+    subject: Subject
+    exam: Exam
+    described: Mapping[str, Any]
     companions: CompanionPlan
-    adapter: Source | None = None
-    plan: Plan | None = None
-    max_rank: int | None = None
-    max_error: float | None = None
     inputs: tuple[str | Path | None, ...] = ()
-
-    def preview(self) -> list[TaskPreview]:
-        """The documents, the requests and the first prompt of each task; see `preview.preview`."""
-        from adapterswap.experiments.evaluation.evaluating import preview
-
-        return preview(self.base.tokenizer, self.base.config, self.tasks, self.settings)
 
     def run(
         self,
@@ -317,45 +318,50 @@ class Evaluation:
             device, dtype, out_path, overwrite, processes, on_progress: see `adapterswap.evaluate`.
             on_loaded: called when the weights are loaded.
         """
-        if self.settings.engine == "vllm":
-            if processes is not None and processes.count > 1:
-                raise one_engine(processes.count)
+        settings = self.exam.settings
+        settings.check_processes(1 if processes is None else processes.count)
+        if settings.engine == "vllm":
             result = self._in_vllm(device, dtype, on_loaded, on_progress)
         else:
-            with load_subject(
-                self.base, adapter=self.adapter, plan=self.plan, max_rank=self.max_rank, max_error=self.max_error,
-                device=device, dtype=dtype,
-            ) as model:  # fmt: skip
+            with self.subject.loaded(device=device, dtype=dtype) as model:
                 on_loaded()
-                result = evaluating.evaluate(
-                    model, self.base.tokenizer, self.tasks, self.settings, processes=processes, on_progress=on_progress
-                )
+                result = self.exam.evaluate(model, processes=processes, on_progress=on_progress)
         if out_path is not None and (processes is None or processes.main):
-            write_result(result, out_path, subject=self.subject, overwrite=overwrite, inputs=self.inputs)
+            write_result(result, out_path, subject=self.described, overwrite=overwrite, inputs=self.inputs)
         return result
 
     def _in_vllm(
         self, device: str, dtype: str, on_loaded: Callable[[], None], on_progress: Callable[[int, int], None] | None
     ) -> EvaluationResult:
         """The result by vLLM; an adapter is composed with nothing, so that vLLM gets a layout that it reads."""
-        from adapterswap.experiments.evaluation.asking import Job, Questions, evaluated
-        from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine, beyond_vllm
+        from adapterswap.experiments.evaluation.engine import Job
+        from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
 
         require("vllm")
-        plan, base = self.plan, self.base
-        name = "the adapter" if self.adapter is not None else "the composition"
-        if self.adapter is not None:
-            plan = _alone(Adapter.read(self.adapter), base)
-        output = {name: value for name in ("max_rank", "max_error") if (value := getattr(self, name)) is not None}
-        full = plan is not None and bool(beyond_vllm(plan.adapters, base))
-        questions = Questions(base, self.tasks, self.settings)
-        needs = Needs.of({} if plan is None or full else {name: (plan, output)}, questions.requests, 1, base)
-        arguments, seed = self.settings.engine_args, self.settings.seed
-        with VLLMEngine(base, needs, arguments, device=device, dtype=dtype, seed=seed) as engine:
+        exam, base, settings = self.exam, self.exam.base, self.exam.settings
+        plan, output, name = self.subject.plan, self.subject.output, "the composition"
+        if self.subject.adapter is not None:
+            plan, name = self.subject.alone(Adapter.read(self.subject.adapter)), "the adapter"
+        full = plan is not None and bool(VLLMEngine.cannot_hold(plan.adapters, base))
+        needs = Needs.of({} if plan is None or full else {name: (plan, output)}, exam.requests, 1, base)
+        with VLLMEngine(base, needs, settings.engine_args, device=device, dtype=dtype, seed=settings.seed) as engine:
             on_loaded()
-            job = Job.of_plan(name, plan, output, questions, full=full, base_model=base.reference)
-            ((result, _),) = evaluated(engine, [job], on_progress=on_progress)
+            job = Job.of_plan(name, plan, output, exam, full=full, base_model=base.reference)
+            ((result, _),) = engine.evaluate([job], on_progress=on_progress)
         return result
+
+    def compare_engines(
+        self, *, device: str = "auto", dtype: str = "auto", tell: Callable[[str], None] = lambda engine: None
+    ) -> list[EngineDifference]:
+        """Evaluate in transformers, then in vLLM, and compare each score of each task over the documents."""
+        results = []
+        for engine in ENGINES:
+            tell(engine)
+            arguments = self.exam.settings.engine_args if engine != ENGINES[0] else {}
+            settings = replace(self.exam.settings, engine=engine, engine_args=arguments)
+            exam = replace(self.exam, settings=settings)
+            results.append(replace(self, exam=exam).run(device=device, dtype=dtype))
+        return differences(*results)
 
     @staticmethod
     def prepare(
@@ -379,7 +385,7 @@ class Evaluation:
         )
         settings = settings or Settings()
         names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
-        check_task_names(names, settings.include_path)
+        LoadedTasks.check_names(names, settings.include_path)
         if adapter is not None and plan is not None:
             raise ArgumentError(
                 "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
@@ -395,32 +401,18 @@ class Evaluation:
         if out_path is not None:
             EVALUATION.check(out_path, overwrite=overwrite, inputs=inputs)
         base = OpenedBase.open(str(base_model))
-        check_subject(base, source, plan)
-        companions = _companions(base, source, plan, chat_template_from)
+        subject = Subject(base, source, plan, max_rank, max_error)
+        subject.check()
+        companions = subject.companions(chat_template_from)
         base = base.with_companions(companions)
         settings.check(base.tokenizer)
-        settings = settings.dated(base.tokenizer)
-        loaded = load_tasks(names, settings)  # so that mistakes are reported before weights are loaded
+        exam = Exam.load(names, settings, base)  # so that mistakes are reported before weights are loaded
         if settings.language_fidelity:
-            check_languages(loaded["tasks"])
-        subject = describe_subject(base, adapter=source, plan=plan, max_rank=max_rank, max_error=max_error)
-        subject |= described_companions(companions)
-        inputs.append(base.source.folder)
-        evaluation = Evaluation(
-            base, loaded, settings, subject, companions, source, plan, max_rank, max_error, tuple(inputs)
-        )  # fmt: skip
+            exam.tasks.check_languages()
         if Vocabulary(base.config, base.tokenizer).may_lack_rows:
-            evaluation.preview()  # refuses prompts with such tokens
-        return evaluation
-
-
-def one_engine(processes: int) -> ArgumentError:
-    """The refusal of several processes that would each start an engine."""
-    return ArgumentError(
-        f"{processes} processes were started, and each would start an engine",
-        "Start one process; vLLM uses several devices with `engine_args.tensor_parallel_size`",
-        parameter="engine",
-    )
+            exam.preview()  # refuses prompts with such tokens
+        described = subject.described() | described_companions(companions)
+        return Evaluation(replace(subject, base=base), exam, described, companions, (*inputs, base.source.folder))
 
 
 def evaluate(
@@ -449,7 +441,7 @@ def evaluate(
     language_fidelity: bool = False,
     engine: str = "transformers",
     engine_args: Mapping[str, Any] | None = None,
-    sampling_seed: int = SEED,
+    sampling_seed: int = Settings.seed,
     device: str = "auto",
     dtype: str = "auto",
     out_path: str | Path | None = None,
@@ -492,7 +484,7 @@ def evaluate(
             written.
         DependencyError: the `eval` extra is not installed, or vLLM for `engine="vllm"`.
         RunError: vLLM does not start, or fails.
-        AdapterswapError: a plan of full weights; see also `load_subject` and `evaluation.evaluate`.
+        AdapterswapError: a plan of full weights; see also `Subject.loaded` and `evaluation.evaluate`.
     """
     settings = Settings(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
@@ -515,21 +507,6 @@ def evaluate(
     )
     return prepared.run(
         device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes, on_progress=on_progress
-    )
-
-
-def _companions(
-    base: OpenedBase, adapter: Source | None, plan: Plan | None, chat_template_from: str | None
-) -> CompanionPlan:
-    """Whose tokenizer and chat template the merged model would have."""
-    folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
-    folders |= {"adapter": adapter.folder} if adapter is not None else {}
-    return CompanionPlan.decide_prompts(
-        folders,
-        base.source.folder,
-        rows=getattr(base.config.get_text_config(), "vocab_size", None),
-        tokenizer=plan.composition.tokenizer if plan is not None else None,
-        template=chat_template_from,
     )
 
 

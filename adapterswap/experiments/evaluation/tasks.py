@@ -16,12 +16,13 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.experiments.evaluation.downloaded import LOCAL_NAMES, build_local_task, local_folders, local_names
+from adapterswap.experiments.evaluation.languages import check_languages, language_of
 from adapterswap.experiments.evaluation.mgsm import (
     AFRIMGSM,
     LANGUAGES,
@@ -33,9 +34,9 @@ from adapterswap.experiments.evaluation.mgsm import (
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import ArgumentError, Problems
+from adapterswap.kit.errors import ArgumentError, FieldError, Problems
 from adapterswap.kit.files.folders import files_in
-from adapterswap.kit.files.hashes import Stamps, fingerprint
+from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import expand
 
 _PLACES = (
@@ -44,36 +45,7 @@ _PLACES = (
     "dataset_kwargs",
 )  # the location of the documents, which are hashed themselves
 _SOURCE = "config_source"  # the path of the task's file, which the harness adds to the metadata
-_PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-def task_fingerprint(task: Any) -> str:
-    """A hash of a loaded task's config, its documents, and the rows for its shots."""
-    config = {name: value for name, value in vars(task.config).items() if name not in _PLACES}
-    if isinstance(metadata := config.get("metadata"), Mapping):
-        config["metadata"] = {key: value for key, value in metadata.items() if key != _SOURCE}
-    digest = hashlib.sha256(_json(config))
-    sampler = getattr(task, "sampler", None)
-    shots = task.fewshot_docs() if sampler is None else sampler.df
-    for rows in (task.eval_docs, shots or ()):
-        digest.update(b"\n")
-        for row in rows:
-            digest.update(_json(row) + b"\n")
-    return digest.hexdigest()
-
-
-def task_files(include_path: str | Path | None) -> dict[str, str]:
-    """Path below the folder → fingerprint, of all files in a folder with the user's own tasks."""
-    if include_path is None:
-        return {}
-    folder = expand(include_path)
-    names = [path.relative_to(folder) for path in files_in(folder)]
-    return {
-        name.as_posix(): fingerprint(folder / name)
-        for name in names
-        if not any(part.startswith(_PASSING) for part in name.parts)
-    }
 
 
 def _json(value: Any) -> bytes:
@@ -100,27 +72,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-LoadedTasks = dict[str, Any]  # "tasks" and "groups", each by name
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
 _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
 _OURS = (*mgsm_task_names(), *_FAMILIES, *LOCAL_NAMES)
-
-
-def check_task_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Refuse misspelt names before anything is loaded; see `load_tasks` for the names.
-
-    Other names than those of shipped tasks are searched for in the harness's task files, as text. `load_tasks` is
-    exact.
-    """
-    require("eval")
-    if not names:
-        raise ArgumentError(
-            "`tasks` is empty", f"Pass task names, such as {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"
-        )
-    resolved = _resolve([split_shots(name)[0] for name in names])
-    if resolved.theirs:
-        check_mentioned(resolved.theirs, include_path, others=_OURS)
 
 
 def task_names(start: str = "") -> list[str]:
@@ -131,36 +86,107 @@ def task_names(start: str = "") -> list[str]:
     return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
 
 
-def load_tasks(names: Sequence[str] | LoadedTasks, settings: Settings | None = None) -> LoadedTasks:
-    """The tasks of these names, in the form that lm-evaluation-harness's `evaluate` takes.
+@dataclass(frozen=True)
+class LoadedTasks:
+    """lm-evaluation-harness's tasks and groups, by name."""
 
-    They are loaded again if a file of the user changes that they were read from.
+    tasks: dict[str, Any]
+    groups: dict[str, Any] = field(default_factory=dict)
 
-    Args:
-        names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such as
-            `mgsm_*_sw`; those over downloaded files, such as `flores_eng_Latn-swh_Latn`; and the harness's tasks,
-            groups and tags. `NAME@2` has 2 shots whatever the
-            settings say, and keeps this name in all results. Or loaded tasks, which are returned as they are.
-        settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
-            `confirm_run_unsafe_code`.
-    """
-    if isinstance(names, dict):
-        return names
-    settings = settings or Settings()
-    check_task_names(names, settings.include_path)
-    by_shots: dict[str, list[str]] = {}
-    for name in names:
-        stem, shots = split_shots(name)
-        by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
-    problems = Problems(ArgumentError)
-    loaded: LoadedTasks = {"tasks": {}, "groups": {}}
-    for suffix, stems in by_shots.items():
-        with problems.collect():
-            alike = _load_alike(stems, settings, suffix)
-            loaded["tasks"] |= alike["tasks"]
-            loaded["groups"] |= alike["groups"]
-    problems.raise_if_any()
-    return loaded
+    @staticmethod
+    def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
+        """Refuse misspelt names before anything is loaded; see `load` for the names.
+
+        Other names than those of shipped tasks are searched for in the harness's task files, as text. `load` is
+        exact.
+        """
+        require("eval")
+        if not names:
+            raise ArgumentError(
+                "`tasks` is empty", f"Pass task names, such as {', '.join(list(_FAMILIES)[:2])}", parameter="tasks"
+            )
+        resolved = _resolve([split_shots(name)[0] for name in names])
+        if resolved.theirs:
+            check_mentioned(resolved.theirs, include_path, others=_OURS)
+
+    @staticmethod
+    def load(names: Sequence[str] | LoadedTasks, settings: Settings | None = None) -> LoadedTasks:
+        """The tasks of these names.
+
+        They are loaded again if a file of the user changes that they were read from.
+
+        Args:
+            names: task names; `mgsm_direct`, `mgsm_native_cot`, `mgsm_en_cot` for all eleven languages; patterns such
+                as `mgsm_*_sw`; those over downloaded files, such as `flores_eng_Latn-swh_Latn`; and the harness's
+                tasks, groups and tags. `NAME@2` has 2 shots whatever the settings say, and keeps this name in all
+                results. Or loaded tasks, which are returned as they are.
+            settings: tasks depend on `num_fewshot`, `gen_kwargs`, `include_path`, `trust_task_code` and
+                `confirm_run_unsafe_code`.
+        """
+        if isinstance(names, LoadedTasks):
+            return names
+        settings = settings or Settings()
+        LoadedTasks.check_names(names, settings.include_path)
+        by_shots: dict[str, list[str]] = {}
+        for name in names:
+            stem, shots = split_shots(name)
+            by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
+        problems = Problems(ArgumentError)
+        loaded = LoadedTasks({})
+        for suffix, stems in by_shots.items():
+            with problems.collect():
+                alike = _load_alike(stems, settings, suffix)
+                loaded.tasks.update(alike.tasks)
+                loaded.groups.update(alike.groups)
+        problems.raise_if_any()
+        return loaded
+
+    def only(self, names: Iterable[str]) -> LoadedTasks:
+        """These tasks, without groups."""
+        return LoadedTasks({name: self.tasks[name] for name in names})
+
+    def fingerprint(self, name: str) -> str:
+        """A hash of a task's config, its documents, and the rows for its shots."""
+        task = self.tasks[name]
+        config = {name: value for name, value in vars(task.config).items() if name not in _PLACES}
+        if isinstance(metadata := config.get("metadata"), Mapping):
+            config["metadata"] = {key: value for key, value in metadata.items() if key != _SOURCE}
+        digest = hashlib.sha256(_json(config))
+        sampler = getattr(task, "sampler", None)
+        shots = task.fewshot_docs() if sampler is None else sampler.df
+        for rows in (task.eval_docs, shots or ()):
+            digest.update(b"\n")
+            for row in rows:
+                digest.update(_json(row) + b"\n")
+        return digest.hexdigest()
+
+    def language(self, name: str) -> str | None:
+        """The code of a task's language; see `language_of`."""
+        return language_of(name)
+
+    def check_languages(self) -> None:
+        """Check that lingua is installed, and that the answers of some task are in a language that it knows."""
+        check_languages(self.tasks)
+
+    def check_own_settings(self, named: Collection[str], settings: Settings) -> None:
+        """Refuse groups that change the settings of their tasks: a table's rows have the names of single tasks.
+
+        Args:
+            named: the tasks that a recipe names itself.
+        """
+        problems = Problems(FieldError)
+        grouped = [name for name in self.tasks if name not in named]
+        alone = LoadedTasks.load(grouped, settings) if grouped else LoadedTasks({})
+        for name in alone.tasks:
+            if alone.fingerprint(name) != self.fingerprint(name):
+                shots = self.tasks[name].get_config("num_fewshot")
+                problems.add(
+                    f"A group in the recipe changes the settings of its task {name}",
+                    f"Name the task itself instead, with its shots ({split_shots(name)[0]}@{shots or 0}), or write a "
+                    "task file for it (`include_path`)",
+                    parameter="tasks",
+                )
+        problems.raise_if_any()
 
 
 def split_shots(name: str) -> tuple[str, int | None]:
@@ -271,7 +297,7 @@ def _kept(requested: _Requested) -> LoadedTasks:
 def _data_stamps(loaded: LoadedTasks) -> Stamps:
     """The stamps of the files on this machine that tasks name as their data."""
     found: set[Path] = set()
-    for task in loaded["tasks"].values():
+    for task in loaded.tasks.values():
         options = task.config.dataset_kwargs or {}
         named = [task.config.dataset_path, *(options.get(key) for key in ("data_files", "data_dir"))]
         for value in named:  # grows while it is read
@@ -311,10 +337,10 @@ def _load(requested: _Requested) -> LoadedTasks:
             _configure(name, task, requested.num_fewshot, json.loads(requested.generation))
             _check_pool(name, task, parameter="tasks" if requested.suffix else "num_fewshot")
     problems.raise_if_any()
-    return _renamed(tasks, groups, requested.suffix) if requested.suffix else {"tasks": tasks, "groups": groups}
+    return _renamed(tasks, groups, requested.suffix) if requested.suffix else LoadedTasks(tasks, groups)
 
 
-def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict[str, Any]:
+def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> LoadedTasks:
     """The tasks and groups with the suffix after every name, also in the groups."""
     for task in tasks.values():
         task.set_config("task", task.task_name + suffix)
@@ -323,10 +349,9 @@ def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> dict
     for group in groups.values():
         for name in group.child_names:
             group.add(group.pop(name))
-    return {
-        "tasks": {name + suffix: task for name, task in tasks.items()},
-        "groups": {name + suffix: group for name, group in groups.items()},
-    }
+    return LoadedTasks(
+        {name + suffix: task for name, task in tasks.items()}, {name + suffix: group for name, group in groups.items()}
+    )
 
 
 # The harness's names for one setting, of which it takes the first, and settings that it drops if `do_sample` is false.

@@ -30,15 +30,8 @@ from adapterswap.core import Adapter, Base, OpenedBase, Plan
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
 from adapterswap.engines.serving.composer import check_fits
 from adapterswap.engines.serving.vllm import RANKS
-from adapterswap.experiments.evaluation.asking import (
-    Answer,
-    FullWeights,
-    Generation,
-    Likelihood,
-    Output,
-    Request,
-    Subject,
-)
+from adapterswap.experiments.evaluation.engine import Engine, FullWeights, Loadable, Output
+from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, RunError, UnsupportedError, reason_of
 from adapterswap.kit.files.folders import scratch_folder
@@ -140,17 +133,6 @@ def _shapes_of(base: OpenedBase) -> dict[str, str]:
     return {name: weight.shape for name, weight in weights.items()}
 
 
-def beyond_vllm(adapters: Mapping[str, Adapter], base: OpenedBase) -> set[str]:
-    """The experts whose changes vLLM cannot hold as LoRA, so that their compositions are full weights."""
-    shapes, unfit = _shapes_of(base), set()
-    for name, adapter in adapters.items():
-        try:
-            check_fits(adapter, shapes, name)
-        except UnsupportedError:
-            unfit.add(name)
-    return unfit
-
-
 def _rank_of(plan: Plan, output: Output) -> int:
     """The highest rank that the adapter of a composition may have."""
     return min(plan.largest_rank, output.get("max_rank") or plan.largest_rank)
@@ -167,7 +149,7 @@ def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
     }
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """See `Engine`. It runs inside its `with` block.
 
     Args:
@@ -218,7 +200,7 @@ class VLLMEngine:
             **self._checked(needs),
         }
         self._zeros = dict(needs.zeros)
-        self._subjects: dict[str, Subject] = {}
+        self._subjects: dict[str, Loadable] = {}
         self._adapters: dict[str, Any] = {}  # key → vLLM's LoRARequest
         self._asked: dict[str, tuple[str, Request]] = {}  # vLLM's number of a request → what was asked
         self._numbers = count(1)
@@ -239,6 +221,17 @@ class VLLMEngine:
     def __exit__(self, *_: object) -> None:
         self._place.close()
 
+    @staticmethod
+    def cannot_hold(adapters: Mapping[str, Adapter], base: OpenedBase) -> set[str]:
+        """The experts whose changes vLLM cannot hold as LoRA, so that their compositions are full weights."""
+        shapes, unfit = _shapes_of(base), set()
+        for name, adapter in adapters.items():
+            try:
+                check_fits(adapter, shapes, name)
+            except UnsupportedError:
+                unfit.add(name)
+        return unfit
+
     @property
     def described(self) -> dict[str, Any]:
         """The same keys as `surroundings`, and whether sums do not depend on the batch."""
@@ -254,7 +247,7 @@ class VLLMEngine:
             "versions": {**versions, "vllm": vllm.__version__},
         }
 
-    def put(self, key: str, subject: Subject) -> None:
+    def put(self, key: str, subject: Loadable) -> None:
         """See `Engine`. An adapter that vLLM refuses is refused here."""
         self._subjects[key] = subject
         self._put_weights(subject.folder if isinstance(subject, FullWeights) else None)

@@ -14,7 +14,7 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.core import BASE, Rule, flag_of
-from adapterswap.experiments.evaluation.settings import SEED
+from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.reporting.choosing import (
     Choice,
     SelectionCurve,
@@ -122,7 +122,7 @@ def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapp
         words += [word for key, value in engine["arguments"].items() for word in ("--engine-args", f"{key}={value}")]
     if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
         words += ["--include-path", str(own_tasks)]
-    if settings.get("seed", SEED) != SEED:
+    if settings.get("seed", Settings.seed) != Settings.seed:
         words += ["--sampling-seed", str(settings["seed"])]
     if generation := settings.get("gen_kwargs"):
         words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]

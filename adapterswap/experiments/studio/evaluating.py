@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 
 from adapterswap.core import Composition
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.answers import is_correct, parse_number
+from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.lab.seed import exact_match
 from adapterswap.experiments.studio.choice import check_values
@@ -198,7 +198,7 @@ def _score_rows(
     tell: Callable[[Progress], None],
     stopped: threading.Event,
 ) -> tuple[float, int]:
-    """Score greedy answers, each in its own turn; see `is_right`."""
+    """Score greedy answers, each in its own turn."""
     right = 0
     for number, (prompt, answer) in enumerate(rows):
         tell(Progress(number, len(rows)))
@@ -207,12 +207,6 @@ def _score_rows(
         *_, last = workspace.answers(prompt, [composition], max_new_tokens=_TOKENS, chat=False)
         right += is_right(last.texts[0], answer)
     return right, len(rows)
-
-
-def is_right(written: str, answer: str) -> bool:
-    """Whether a text is the answer, or gives the same number if the answer is nothing but a number."""
-    number = parse_number(answer)
-    return written.strip() == answer or (number is not None and is_correct(written, number))
 
 
 def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:

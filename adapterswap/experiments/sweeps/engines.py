@@ -21,10 +21,11 @@ from adapterswap.kit.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from adapterswap.core import Plan
-    from adapterswap.experiments.evaluation.asking import Questions
+    from adapterswap.experiments.evaluation.engine import Job
+    from adapterswap.experiments.evaluation.exam import Exam
     from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
 
-    Asked = Mapping[tuple[tuple[str, ...], Any], Questions]
+    Asked = Mapping[tuple[tuple[str, ...], Any], Exam]
 
 
 @contextmanager
@@ -54,19 +55,21 @@ def asked_of_all(prepared: PreparedSweep) -> Asked:
     """What the tasks ask vLLM of cells on all documents, by the cells' tasks."""
     mine = _generating(prepared) if isinstance(prepared.recipe.settings.engine, EngineByKind) else prepared.tasks
     by_cell = (tuple(task for task in cell.tasks if task in mine) for cell in prepared.grid.cells)
-    return {(tasks, None): _asked(prepared, tasks) for tasks in dict.fromkeys(by_cell) if tasks}
+    return {(tasks, None): prepared.exam(tasks) for tasks in dict.fromkeys(by_cell) if tasks}
 
 
 def _generating(prepared: PreparedSweep) -> frozenset[str]:
     """The tasks whose answers are generated."""
-    return frozenset(name for name, task in prepared.harness_tasks.items() if task.OUTPUT_TYPE == "generate_until")
+    return frozenset(
+        name for name, task in prepared.harness_tasks.tasks.items() if task.OUTPUT_TYPE == "generate_until"
+    )
 
 
 def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
     from adapterswap.experiments.evaluation.vllm_engine import Needs
 
-    requests = (request for questions in asked.values() for request in questions.requests)
+    requests = (request for exam in asked.values() for request in exam.requests)
     return Needs.of(_as_adapters(prepared), requests, prepared.recipe.settings.in_flight, prepared.base)
 
 
@@ -108,22 +111,20 @@ class EngineJudge:
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
         """See `Judge`. A cell's seconds are those since the one before was finished."""
-        from adapterswap.experiments.evaluation.asking import evaluated
-
         jobs = map(self._job, assignments)
-        results = evaluated(self._engine, jobs, in_flight=self._in_flight, on_progress=on_progress)
+        results = self._engine.evaluate(jobs, in_flight=self._in_flight, on_progress=on_progress)
         for assignment, (evaluation, seconds) in zip(assignments, results, strict=True):
             cell = assignment.cell
             yield as_judged(cell, evaluation, self._prepared, seconds, self._errors.pop(cell.cell, None))
 
-    def _job(self, assignment: Assignment) -> Any:
-        from adapterswap.experiments.evaluation.asking import Job
+    def _job(self, assignment: Assignment) -> Job:
+        from adapterswap.experiments.evaluation.engine import Job
 
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)
         key = tasks, None if documents is None else tuple(tuple(documents[task]) for task in tasks)
         if key not in self._asked:
-            self._asked[key] = _asked(self._prepared, tasks, documents)
+            self._asked[key] = self._prepared.exam(tasks, documents)
         prepared = self._prepared
         described = prepared.described["experts"]
         return Job.of_plan(
@@ -178,12 +179,6 @@ def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
     error = next((part.result.relative_error for part in parts if part.result.relative_error is not None), None)
     result = CellResult(cell, {task: results[task] for task in order}, seconds, error)
     return Judged(result, samples, {task: questions[task] for task in order})
-
-
-def _asked(prepared: PreparedSweep, tasks: tuple[str, ...], documents: Mapping[str, Any] | None = None) -> Questions:
-    from adapterswap.experiments.evaluation.asking import Questions
-
-    return Questions(prepared.base, prepared.loaded(tasks), prepared.settings, documents)
 
 
 def _check_merged(prepared: PreparedSweep) -> None:

@@ -131,19 +131,14 @@ class LocalJudge:
             yield self._judge(assignment, on_progress)
 
     def _judge(self, assignment: Assignment, on_progress: OnProgress) -> Judged:
-        from adapterswap.experiments.evaluation import evaluate
-
-        prepared, tokenizer = self._prepared, self._prepared.base.tokenizer
+        prepared = self._prepared
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)
         started = time.perf_counter()
         with self._composed(cell) as relative_error:
-            model = self._model
             switched = time.perf_counter()
-            evaluation = evaluate(
-                model, tokenizer, prepared.loaded(tasks), prepared.settings,
-                documents=documents, processes=self._processes, on_progress=on_progress,
-            )  # fmt: skip
+            exam = prepared.exam(tasks, documents)
+            evaluation = exam.evaluate(self._model, processes=self._processes, on_progress=on_progress)
             seconds = {"switch": switched - started, "evaluate": time.perf_counter() - switched}
         return as_judged(cell, evaluation, prepared, seconds, relative_error)
 
@@ -193,7 +188,7 @@ class LocalJudge:
     @contextmanager
     def _merged(self, plan: Plan) -> Iterator[None]:
         """Replace the model in memory by the one that `merge` writes for a plan, until the cell is evaluated."""
-        from adapterswap.experiments.evaluation.asking import merged_folder
+        from adapterswap.experiments.evaluation.engine import merged_folder
 
         self._model = self._composer = None
         gc.collect()  # the composer's hooks are a reference cycle, and the device has room for only one model

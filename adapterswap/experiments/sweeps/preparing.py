@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,17 +38,10 @@ from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.evaluation.languages import check_languages, language_of
-from adapterswap.experiments.evaluation.tasks import (
-    LoadedTasks,
-    check_task_names,
-    load_tasks,
-    split_shots,
-    task_files,
-    task_fingerprint,
-)
+from adapterswap.experiments.evaluation.exam import Exam
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.sweeps.grid import Cell, Grid, make_cells
-from adapterswap.experiments.sweeps.recipe import DocumentSplit, EngineByKind, SweepRecipe, SweepTasks, extra_experts
+from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, SweepTasks, extra_experts
 from adapterswap.experiments.sweeps.results import FORMAT, TaskInfo
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -67,7 +60,7 @@ def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
     return dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
 
 
-def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], dict[str, Any]]:
+def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], LoadedTasks]:
     """The tasks of each language expert's pairs; all tasks that a recipe names; and the harness's own."""
     groups = recipe.target_groups()
     problems = Problems(FieldError)
@@ -77,17 +70,16 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
         key = "\n".join(names)
         if key not in loaded:
             with problems.collect():
-                loaded[key] = load_tasks(names, settings)["tasks"]
+                loaded[key] = LoadedTasks.load(names, settings).tasks
         return tuple(loaded.get(key, ()))
 
     target = {language: load(names) for language, names in groups.items()}
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
-    known = {name: task for tasks in loaded.values() for name, task in tasks.items()}
-    named = named_tasks(recipe)
-    _check_own_settings({name: task for name, task in known.items() if name not in named}, settings)
+    known = LoadedTasks({name: task for tasks in loaded.values() for name, task in tasks.items()})
+    known.check_own_settings(named_tasks(recipe), settings)
     if settings.language_fidelity:
-        check_languages(known)
+        known.check_languages()
     targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
     for name in retention:
         if name in targets:
@@ -95,9 +87,9 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
                 f"The task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
             )
     for name in recipe.primary:
-        if name not in known:
+        if name not in known.tasks:
             problems.add(
-                f"primary: {name!r} is not among the tasks ({', '.join(known)})",
+                f"primary: {name!r} is not among the tasks ({', '.join(known.tasks)})",
                 "Name one of them",
                 parameter="primary",
             )
@@ -105,9 +97,9 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     for name in (*targets, *retention):
         role = "target" if name in targets else "retention"
         with problems.collect():
-            infos[name] = _describe_task(name, known[name], role, recipe.primary.get(name), settings, recipe.selection)
+            infos[name] = _describe_task(name, known, role, recipe, settings)
     problems.raise_if_any()
-    kinds = {known[name].OUTPUT_TYPE == "generate_until" for name in infos}
+    kinds = {known.tasks[name].OUTPUT_TYPE == "generate_until" for name in infos}
     if isinstance(recipe.settings.engine, EngineByKind) and len(kinds) == 1:
         engine = recipe.settings.engine.generate if kinds == {True} else recipe.settings.engine.loglikelihood
         raise FieldError(
@@ -116,22 +108,7 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
             parameter="settings.engine",
         )
     _check_directions([info for info in infos.values() if info.role == "target"])
-    return SweepTasks(target, retention), infos, {name: known[name] for name in infos}
-
-
-def _check_own_settings(grouped: Mapping[str, Any], settings: Settings) -> None:
-    """Refuse groups that change the settings of their tasks: a table's rows have the names of single tasks."""
-    problems = Problems(FieldError)
-    for name, task in load_tasks(list(grouped), settings)["tasks"].items() if grouped else ():
-        if task_fingerprint(task) != task_fingerprint(grouped[name]):
-            shots = grouped[name].get_config("num_fewshot")
-            problems.add(
-                f"A group in the recipe changes the settings of its task {name}",
-                f"Name the task itself instead, with its shots ({split_shots(name)[0]}@{shots or 0}), or write a task "
-                "file for it (`include_path`)",
-                parameter="tasks",
-            )
-    problems.raise_if_any()
+    return SweepTasks(target, retention), infos, known.only(infos)
 
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
@@ -146,19 +123,18 @@ def _check_directions(targets: Sequence[TaskInfo]) -> None:
         )
 
 
-def _describe_task(
-    name: str, task: Any, role: str, primary: str | None, settings: Settings, selection: DocumentSplit
-) -> TaskInfo:
+def _describe_task(name: str, loaded: LoadedTasks, role: str, recipe: SweepRecipe, settings: Settings) -> TaskInfo:
     from lm_eval.evaluator_utils import get_sample_size
 
-    metric, filter_name = _primary(name, task, primary)
+    task = loaded.tasks[name]
+    metric, filter_name = _primary(name, task, recipe.primary.get(name))
     available = len(task.eval_docs)
     num_docs = min(get_sample_size(task, settings.limit) or available, available)
-    select, report = selection.split(num_docs)
+    select, report = recipe.selection.split(num_docs)
     better = _better(task).get(metric) is not False
     return TaskInfo(
-        name, role, language_of(name), (metric, filter_name), better, num_docs, select, report, task_fingerprint(task),
-        averaged=_is_mean(task.aggregation()[metric]),
+        name, role, loaded.language(name), (metric, filter_name), better, num_docs, select, report,
+        loaded.fingerprint(name), averaged=_is_mean(task.aggregation()[metric]),
     )  # fmt: skip
 
 
@@ -221,7 +197,7 @@ class PreparedSweep:
     experts: Mapping[str, Expert]
     sides: Mapping[str, str]
     tasks: Mapping[str, TaskInfo]
-    harness_tasks: Mapping[str, Any]
+    harness_tasks: LoadedTasks
     settings: Settings
     grid: Grid
     plans: Plans
@@ -237,10 +213,9 @@ class PreparedSweep:
             notes.append(f"the chat template prints today's date: set settings.date to {date} to resume another day")
         return notes
 
-    def loaded(self, names: Iterable[str] | None = None) -> LoadedTasks:
-        """These tasks, or all, in the form of `load_tasks`."""
-        chosen = self.harness_tasks if names is None else {name: self.harness_tasks[name] for name in names}
-        return {"tasks": dict(chosen), "groups": {}}
+    def exam(self, names: Iterable[str], documents: Mapping[str, Collection[int]] | None = None) -> Exam:
+        """These tasks, with all documents or those of `documents`."""
+        return Exam(self.base, self.harness_tasks.only(names), self.settings, documents)
 
     @property
     def adapters(self) -> dict[str, Adapter]:
@@ -250,9 +225,11 @@ class PreparedSweep:
     @cached_property
     def beyond_vllm(self) -> frozenset[str]:
         """The experts whose changes vLLM cannot hold as LoRA."""
-        from adapterswap.experiments.evaluation.vllm_engine import beyond_vllm
+        from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine
 
-        return frozenset(beyond_vllm(self.adapters, self.base) | (self.experts.keys() - self.adapters.keys()))
+        return frozenset(
+            VLLMEngine.cannot_hold(self.adapters, self.base) | (self.experts.keys() - self.adapters.keys())
+        )
 
     @property
     def inputs(self) -> list[str | Path | None]:
@@ -282,7 +259,7 @@ def prepare(
             (`UnsupportedError`), a task is unknown or a setting out of range (`ArgumentError`, `FieldError`), or a
             composition does not fit the experts (`CompositionError`).
     """
-    check_task_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
+    LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
     places: dict[str, tuple[str, str]] = {}
     for role, members in recipe.by_role.items():
@@ -552,7 +529,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         },
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
-        "task_files": task_files(prepared.settings.include_path),
+        "task_files": prepared.settings.task_files,
         "companions": {
             kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")
         },

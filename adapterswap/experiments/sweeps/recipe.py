@@ -20,7 +20,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from adapterswap.core import BASE, Place, Places, Rule, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.evaluation.settings import SEED, EvaluationOptions
+from adapterswap.experiments.evaluation.settings import EvaluationOptions
 from adapterswap.experiments.permitted import check_settings
 from adapterswap.experiments.sweeps.families import (
     EXTRA,
@@ -58,7 +58,7 @@ class SweepSettings(EvaluationOptions):
         "experts' where they agree, else the first task expert's.",
     )
     gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
-    seed: int = Field(default=SEED, ge=0, description="The seed of shots and sampling.")
+    seed: int = Field(default=Settings.seed, ge=0, description="The seed of shots and sampling.")
     engine: Literal["transformers", "vllm"] | EngineByKind = Field(
         default="transformers", description="What computes the answers. vllm has several compositions in flight."
     )

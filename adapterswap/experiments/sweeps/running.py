@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adapterswap.experiments.evaluation.subjects import one_engine
 from adapterswap.experiments.sweeps.engines import needed, opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.judging import Judge, follow, lead, way_of
@@ -86,12 +85,10 @@ def estimate(
         tokens_per_second: how fast the engine generates, in all requests together.
 
     Raises:
-        AdapterswapError: see `preview`.
+        AdapterswapError: see `Exam.preview`.
     """
-    from adapterswap.experiments.evaluation.evaluating import preview
-
-    grid, base, findings = prepared.grid, prepared.base, findings or Findings()
-    previews = preview(base.tokenizer, base.config, prepared.loaded(), prepared.settings)
+    grid, findings = prepared.grid, findings or Findings()
+    previews = prepared.exam(prepared.tasks).preview()
     requests = {task.name: task.num_requests for task in previews}
     tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
 
@@ -231,8 +228,7 @@ def sweep(
     else:
         prepared = recipe
 
-    if processes.count > 1 and prepared.settings.engine != "transformers":
-        raise one_engine(processes.count)
+    prepared.settings.check_processes(processes.count)
     if not processes.main:
         return follow(prepared, processes, device, dtype)
 

@@ -249,9 +249,9 @@ def _file(path: Path) -> Grams:
 
 @cache
 def _mgsm() -> Grams:
-    from adapterswap.experiments.evaluation.mgsm import LANGUAGES, read_mgsm
+    from adapterswap.experiments.evaluation.mgsm import mgsm_questions
 
-    return Grams.of(question for language in LANGUAGES for question, _ in read_mgsm(language).questions)
+    return Grams.of(mgsm_questions())
 
 
 @cache

@@ -17,9 +17,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from adapterswap.core import OpenedBase
-from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.evaluating import preview
-from adapterswap.experiments.evaluation.tasks import LoadedTasks, load_tasks, task_files, task_fingerprint
+from adapterswap.experiments.evaluation.exam import Exam
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.training.checkpoints import link_weights
 from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.experiments.training.selection import (
@@ -49,26 +48,23 @@ class Examination:
     Attributes:
         metrics: the metric and filter of each task or group that counts.
         documents, requests: how many each checkpoint answers, over all tasks.
-        settings: the settings of the evaluation.
+        exam: the tasks, loaded once: a change of their files does not affect a run.
         fingerprints: hashes of the tasks, and of the files of `include_path`.
-        loaded: the tasks themselves: a change of their files does not affect a run.
     """
 
     metrics: Mapping[str, tuple[str, str]]
     documents: int
     requests: int
-    settings: Settings
+    exam: Exam
     fingerprints: Mapping[str, str]
-    loaded: LoadedTasks
 
 
 def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> Examination:
     """Load the tasks of `recipe.selection` and build their prompts, so that mistakes are reported before training."""
     options = recipe.judged_by
     assert options is not None
-    settings = options.as_settings(recipe.folder, trust_task_code=trust_task_code).dated(base.tokenizer)
-    loaded = load_tasks(options.tasks, settings)
-    previews = preview(base.tokenizer, base.config, loaded, settings)
+    exam = Exam.load(options.tasks, options.as_settings(recipe.folder, trust_task_code=trust_task_code), base)
+    previews = exam.preview()
     problems = Problems(FieldError)
     for task in previews if not options.truncate else ():
         budget = task.max_gen_toks
@@ -87,9 +83,9 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
                 parameter="selection",
             )
     metrics = {}
-    for name in _counted(options.tasks, loaded):
+    for name in _counted(options.tasks, exam.tasks):
         with problems.collect():
-            metrics[name] = _metric(name, loaded, options)
+            metrics[name] = _metric(name, exam.tasks, options)
     if isinstance(options.metric, dict):
         for name in sorted(options.metric.keys() - metrics.keys()):
             problems.add(
@@ -99,22 +95,22 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
             )
     problems.raise_if_any()
     documents, requests = sum(task.num_docs for task in previews), sum(task.num_requests for task in previews)
-    prints = {f"task {name}": task_fingerprint(task) for name, task in loaded["tasks"].items()}
-    return Examination(metrics, documents, requests, settings, {**prints, **task_files(settings.include_path)}, loaded)
+    prints = {f"task {name}": exam.tasks.fingerprint(name) for name in exam.tasks.tasks}
+    return Examination(metrics, documents, requests, exam, {**prints, **exam.settings.task_files})
 
 
-def _counted(names: list[str], loaded: Mapping[str, Any]) -> list[str]:
+def _counted(names: list[str], loaded: LoadedTasks) -> list[str]:
     """The tasks and groups with one score each: those named, and the tasks that a pattern or family matches."""
-    groups = [name for name in dict.fromkeys(names) if name in loaded["groups"]]
-    members = {task.task_name for name in groups for task in loaded["groups"][name].get_all_tasks()}
-    counted = groups + [name for name in loaded["tasks"] if name in names or name not in members]
+    groups = [name for name in dict.fromkeys(names) if name in loaded.groups]
+    members = {task.task_name for name in groups for task in loaded.groups[name].get_all_tasks()}
+    counted = groups + [name for name in loaded.tasks if name in names or name not in members]
     return sorted(counted, key=lambda name: names.index(name) if name in names else len(names))
 
 
-def _metric(name: str, loaded: Mapping[str, Any], options: SelectionOptions) -> tuple[str, str]:
+def _metric(name: str, loaded: LoadedTasks, options: SelectionOptions) -> tuple[str, str]:
     """The metric and filter to use for a task or a group."""
-    group = loaded["groups"].get(name)
-    task = group.get_all_tasks()[0] if group else loaded["tasks"][name]
+    group = loaded.groups.get(name)
+    task = group.get_all_tasks()[0] if group else loaded.tasks[name]
     choices = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
     if group:
         formed = {entry.metric for entry in group.aggregate_metric_list or ()}
@@ -148,7 +144,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, options: SelectionOptions, examination: Examination, tokenizer: Any, trainer: Any,
+        self, options: SelectionOptions, examination: Examination, trainer: Any,
         *, processes: Processes, bar: ProgressRow,
     ) -> None:  # fmt: skip
         if trainer.is_fsdp_enabled:
@@ -159,7 +155,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
                 parameter="selection",
             )
         self._options, self._examination = options, examination
-        self._tokenizer, self._trainer, self._stopped = tokenizer, trainer, False
+        self._trainer, self._stopped = trainer, False
         folder = Path(trainer.args.output_dir)
         self._table_path, self._best = folder / "selection.json", folder / "best"
         self._processes, self._bar = processes, bar
@@ -219,7 +215,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _judge(self, state: Any) -> dict[str, Any]:
         examination = self._examination
-        result = evaluate(self._trainer.model, self._tokenizer, examination.loaded, examination.settings)
+        result = examination.exam.evaluate(self._trainer.model)
         scores = {}
         for name, (metric, filter_name) in examination.metrics.items():
             score = (result.groups.get(name) or result.tasks[name]).score(filter_name, metric)

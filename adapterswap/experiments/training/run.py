@@ -133,9 +133,9 @@ def train(
     target = _target(recipe, out_path)
     check_libraries(recipe)
     if judged_by := recipe.judged_by:
-        from adapterswap.experiments.evaluation.tasks import check_task_names
+        from adapterswap.experiments.evaluation.tasks import LoadedTasks
 
-        check_task_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
+        LoadedTasks.check_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
     from adapterswap.experiments.training.checkpoints import Checkpoints, explained
     from adapterswap.experiments.training.output import EXPERT, write_expert, write_weights
     from adapterswap.kit.processes import Processes
@@ -251,7 +251,7 @@ def _run(
     if examination and recipe.judged_by:
         from adapterswap.experiments.training.judging import CheckpointJudge
 
-        judge = CheckpointJudge(recipe.judged_by, examination, base.tokenizer, trainer, processes=processes, bar=bar)
+        judge = CheckpointJudge(recipe.judged_by, examination, trainer, processes=processes, bar=bar)
         trainer.add_callback(judge)
     checkpoint: Path | None = None
     listening: AbstractContextManager[None] = nullcontext()

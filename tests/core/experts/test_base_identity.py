@@ -22,7 +22,7 @@ from adapterswap.engines.serving.cache import Cache
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.engines.serving.names import Manifest
 from adapterswap.engines.serving.vllm import other_bases
-from adapterswap.experiments.evaluation.subjects import load_subject
+from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.kit.errors import BaseModelError, ExpertError
 
 
@@ -122,7 +122,7 @@ def use_live(world: World, base: Path, out: Path) -> object:
 def evaluate(world: World, base: Path, out: Path) -> object:
     opened = OpenedBase(str(base), Source(base, base.name), AutoModelForCausalLM.from_pretrained(base).config, None)
     adapter = world.expert("math", records="a")
-    with load_subject(opened, adapter=Source(adapter, adapter.name), device="cpu") as model:
+    with Subject(opened, adapter=Source(adapter, adapter.name)).loaded(device="cpu") as model:
         return model
 
 

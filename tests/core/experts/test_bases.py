@@ -20,7 +20,7 @@ from adapterswap import Composition
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import Source
 from adapterswap.engines.serving.vllm import other_bases
-from adapterswap.experiments.evaluation.subjects import load_subject
+from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.kit.errors import AdapterswapError, CompositionError, ExpertError
 from adapterswap.tools.verification import verify
 
@@ -226,7 +226,7 @@ def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
     assert isinstance(plan, adapterswap.Plan)
     with (
         pytest.raises(AdapterswapError, match="`num_layers` is 7"),
-        load_subject(opened, plan=dataclasses.replace(plan, num_layers=7), device="cpu"),
+        Subject(opened, plan=dataclasses.replace(plan, num_layers=7)).loaded(device="cpu"),
     ):
         pass
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from adapterswap import AdapterswapError, layer_swap, write_adapter
 from adapterswap.core.model.loading import OpenedBase, quiet_peft
-from adapterswap.experiments.evaluation.subjects import find_adapter, load_subject
+from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
 
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 259
 
@@ -48,7 +48,7 @@ def test_another_base_is_refused(options: dict[str, Any], byte_base: Path, tmp_p
     told = r"The adapter foreign carries a copy of model.embed_tokens.weight .*trained on another base"
     with (
         pytest.raises(AdapterswapError, match=told),
-        load_subject(OpenedBase.open(str(byte_base)), adapter=foreign, device="cpu"),
+        Subject(OpenedBase.open(str(byte_base)), adapter=foreign).loaded(device="cpu"),
     ):
         pass
 
@@ -59,7 +59,7 @@ def test_numbers_that_cannot_be_compared_are_refused(byte_base: Path, tmp_path: 
     save_file({key: t.double() if ".base_layer." in key else t for key, t in load_file(file).items()}, file)
     with (
         pytest.raises(AdapterswapError, match=r"embed_tokens.*, and its dtype is F64\. Save it as one of F32"),
-        load_subject(OpenedBase.open(str(byte_base)), adapter=find_adapter(str(folder)), device="cpu"),
+        Subject(OpenedBase.open(str(byte_base)), adapter=find_adapter(str(folder))).loaded(device="cpu"),
     ):
         pass
 
@@ -69,7 +69,7 @@ def test_the_bases_own_copy_changes_nothing(dtype: torch.dtype, byte_base: Path,
     """A copy that training rounded does not replace the base's weight. Otherwise PEFT's result is the reference."""
     folder = carrying(base_model(byte_base).to(dtype), tmp_path / "math")
     base = base_model(byte_base)
-    with load_subject(OpenedBase.open(str(byte_base)), adapter=find_adapter(str(folder)), device="cpu") as model:
+    with Subject(OpenedBase.open(str(byte_base)), adapter=find_adapter(str(folder))).loaded(device="cpu") as model:
         assert torch.equal(model.get_input_embeddings().base_layer.weight, base.get_input_embeddings().weight)
         result = logits(model)
     assert not torch.equal(result, logits(base))
@@ -91,5 +91,5 @@ def test_experts_may_have_names_that_peft_cannot_hold(byte_base: Path, tmp_path:
     composed = write_adapter(plan, tmp_path / "composed")
     with quiet_peft():
         expected = logits(PeftModel.from_pretrained(base_model(byte_base), composed))
-    with load_subject(OpenedBase.open(str(byte_base)), plan=plan, device="cpu") as model:
+    with Subject(OpenedBase.open(str(byte_base)), plan=plan).loaded(device="cpu") as model:
         assert torch.equal(logits(model), expected)

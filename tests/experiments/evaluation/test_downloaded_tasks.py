@@ -28,7 +28,7 @@ from adapterswap.experiments.evaluation.mgsm import (
     read_mgsm,
     variant_task_names,
 )
-from adapterswap.experiments.evaluation.tasks import check_task_names, load_tasks, task_names
+from adapterswap.experiments.evaluation.tasks import LoadedTasks, task_names
 from adapterswap.experiments.sweeps.preparing import _primary
 from adapterswap.kit.errors import ArgumentError, DataError, FieldError, NotFoundError
 
@@ -80,7 +80,7 @@ def _filtered(ensemble: Any, answers: list[str], doc: Any) -> list[Any]:
 @pytest.mark.usefixtures("afrimgsm")
 def test_afrimgsm_is_the_harness_task_with_one_more_score() -> None:
     names = ["afrimgsm_cot_swa_prompt_1", "afrimgsm_swa_prompt_1", "afrimgsm_cot_yor_prompt_1"]
-    tasks = load_tasks(names)["tasks"]
+    tasks = LoadedTasks.load(names).tasks
     swahili, direct, yoruba = (tasks[name] for name in names)
     assert [each.name for each in swahili._filters] == ["strict-match", "flexible-extract", "normalized"]
     assert [each.name for each in direct._filters] == ["remove_whitespace", "flexible-extract", "normalized"]
@@ -107,7 +107,7 @@ def test_afrimgsm_is_evaluated(byte_model: Model) -> None:
 
 @pytest.mark.usefixtures("afrimgsm")
 def test_tags_of_afrimgsm_in_included_files() -> None:
-    tasks = load_tasks(["afrimgsm_cot_tasks_prompt_1"])["tasks"]
+    tasks = LoadedTasks.load(["afrimgsm_cot_tasks_prompt_1"]).tasks
     assert len(tasks) == 19
     assert {name.split("_")[2] for name in tasks} >= {"swa", "yor", "zul"}
 
@@ -116,7 +116,7 @@ def test_tags_of_afrimgsm_in_included_files() -> None:
 def test_answers_of_afrimgsm_that_are_not_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(AFRI, "test", [*AFRI["test"], {"question": "?", "answer": None, "answer_number": "kumi"}])
     with refused(DataError, "tasks", match="kumi"):
-        load_tasks(["afrimgsm_cot_swa_prompt_2"])
+        LoadedTasks.load(["afrimgsm_cot_swa_prompt_2"])
 
 
 def test_languages_of_afrimgsm() -> None:
@@ -142,7 +142,7 @@ def rev2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 def test_mgsm_rev2_prompts_like_mgsm_with_its_own_questions(rev2: Path, mode: str) -> None:
     new, old = f"mgsm_rev2_{mode}_sw", f"mgsm_{mode}_sw"
-    tasks = load_tasks([new, old])["tasks"]
+    tasks = LoadedTasks.load([new, old]).tasks
     prompts = {
         name: [task.fewshot_context(doc, num_fewshot=8) for doc in task.eval_docs] for name, task in tasks.items()
     }
@@ -156,19 +156,19 @@ def test_mgsm_rev2_prompts_like_mgsm_with_its_own_questions(rev2: Path, mode: st
 
 
 def test_names_of_mgsm_rev2(rev2: Path) -> None:
-    assert set(load_tasks(["mgsm_rev2_*_sw"])["tasks"]) == {f"mgsm_rev2_{mode}_sw" for mode in MODES}
+    assert set(LoadedTasks.load(["mgsm_rev2_*_sw"]).tasks) == {f"mgsm_rev2_{mode}_sw" for mode in MODES}
     assert len(variant_task_names()) == 2 * 3 * len(LANGUAGES)
-    assert set(load_tasks(["mgsm_*_sw"])["tasks"]) == {f"mgsm_{mode}_sw" for mode in MODES}
+    assert set(LoadedTasks.load(["mgsm_*_sw"]).tasks) == {f"mgsm_{mode}_sw" for mode in MODES}
     assert "mgsm_rev2_direct_sw" in task_names("mgsm_rev2_d")
     with refused(ArgumentError, "tasks", match="mgsm_rev2_direct_xx"):
-        check_task_names(["mgsm_rev2_direct_xx"])
+        LoadedTasks.check_names(["mgsm_rev2_direct_xx"])
     with refused(ArgumentError, "num_fewshot", match="9 shots"):
-        load_tasks(["mgsm_rev2_direct_sw"], Settings(num_fewshot=9))
+        LoadedTasks.load(["mgsm_rev2_direct_sw"], Settings(num_fewshot=9))
 
 
 def test_files_of_mgsm_rev2_that_do_not_fit(rev2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(DataError, match=r"mgsm_bn\.tsv"):
-        load_tasks(["mgsm_rev2_direct"])
+        LoadedTasks.load(["mgsm_rev2_direct"])
     path = rev2 / "mgsm_sw.tsv"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for text, said in (
@@ -178,33 +178,33 @@ def test_files_of_mgsm_rev2_that_do_not_fit(rev2: Path, monkeypatch: pytest.Monk
     ):
         path.write_text(text, encoding="utf-8")
         with refused(DataError, match=said):
-            load_tasks(["mgsm_rev2_direct_sw"])
+            LoadedTasks.load(["mgsm_rev2_direct_sw"])
     monkeypatch.delenv(MGSM_REV2_PATH)
     with refused(NotFoundError, match="MGSM_REV2_PATH is not set"):
-        load_tasks(["mgsm_rev2_direct_sw", "mgsm_rev2_direct_de"])
+        LoadedTasks.load(["mgsm_rev2_direct_sw", "mgsm_rev2_direct_de"])
 
 
 def test_mgsm_symbolic_may_have_any_number_of_questions(rev2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """scripts/mgsm_symbolic.py writes the files; its exemplars, prompts and scores are MGSM's."""
     with refused(NotFoundError, match="MGSM_SYMBOLIC_PATH is not set"):
-        load_tasks(["mgsm_symbolic_native_cot_sw"])
+        LoadedTasks.load(["mgsm_symbolic_native_cot_sw"])
     monkeypatch.setenv(MGSM_SYMBOLIC_PATH, str(rev2))
     (rev2 / "mgsm_sw.tsv").write_text("Anna ana kalamu tatu. Ngapi?\t3\nBen ana mbili. Ngapi?\t2\n", encoding="utf-8")
-    tasks = load_tasks(["mgsm_symbolic_native_cot_sw", "mgsm_native_cot_sw"])["tasks"]
+    tasks = LoadedTasks.load(["mgsm_symbolic_native_cot_sw", "mgsm_native_cot_sw"]).tasks
     symbolic, mgsm = tasks["mgsm_symbolic_native_cot_sw"], tasks["mgsm_native_cot_sw"]
     assert [doc["answer"] for doc in symbolic.eval_docs] == ["3", "2"]
     prompts = [task.fewshot_context(task.eval_docs[0], num_fewshot=8) for task in (symbolic, mgsm)]
     assert prompts[0] == prompts[1].replace(read_mgsm("sw").questions[0][0], "Anna ana kalamu tatu. Ngapi?")
     assert [each.name for each in symbolic._filters] == [each.name for each in mgsm._filters]
     assert language_of("mgsm_symbolic_native_cot_sw") == "sw"
-    assert set(load_tasks(["mgsm_symbolic_*_sw"])["tasks"]) == {f"mgsm_symbolic_{mode}_sw" for mode in MODES}
+    assert set(LoadedTasks.load(["mgsm_symbolic_*_sw"]).tasks) == {f"mgsm_symbolic_{mode}_sw" for mode in MODES}
     with refused(ArgumentError, "num_fewshot", match="9 shots"):
-        load_tasks(["mgsm_symbolic_direct_sw"], Settings(num_fewshot=9))
+        LoadedTasks.load(["mgsm_symbolic_direct_sw"], Settings(num_fewshot=9))
     with refused(DataError, match=r"mgsm_te\.tsv"):
-        load_tasks(["mgsm_symbolic_direct_te"])
+        LoadedTasks.load(["mgsm_symbolic_direct_te"])
     (rev2 / "mgsm_sw.tsv").write_text("Ngapi?\n", encoding="utf-8")
     with refused(DataError, match="line 1"):
-        load_tasks(["mgsm_symbolic_direct_sw"])
+        LoadedTasks.load(["mgsm_symbolic_direct_sw"])
 
 
 class Template:
@@ -232,7 +232,7 @@ def test_questions_are_written_without_those_of_mgsm(rev2: Path, monkeypatch: py
     assert lines != script.rows(templates, 3, 1)
     monkeypatch.setenv(MGSM_SYMBOLIC_PATH, str(rev2))
     (rev2 / "mgsm_sw.tsv").write_text("".join(lines), encoding="utf-8")
-    docs = load_tasks(["mgsm_symbolic_direct_sw"])["tasks"]["mgsm_symbolic_direct_sw"].eval_docs
+    docs = LoadedTasks.load(["mgsm_symbolic_direct_sw"]).tasks["mgsm_symbolic_direct_sw"].eval_docs
     assert all(doc["question"] == f"Anna ana {doc['answer']}." for doc in docs)
     assert set(script.CODES) == set(LANGUAGES)
     with pytest.raises(SystemExit, match="Template 300"):
@@ -303,15 +303,15 @@ def test_files_of_multijail_that_do_not_fit(multijail: Path, monkeypatch: pytest
     ):
         path.write_text(text, encoding="utf-8")
         with refused(DataError, match=said):
-            load_tasks(["multijail_sw"])
+            LoadedTasks.load(["multijail_sw"])
     with refused(ArgumentError, "tasks", match="2 shots"):
-        load_tasks(["multijail_sw@2"])
+        LoadedTasks.load(["multijail_sw@2"])
     path.unlink()
     with refused(DataError, match=r"MultiJail\.csv"):
-        load_tasks(["multijail_sw"])
+        LoadedTasks.load(["multijail_sw"])
     monkeypatch.setenv(MULTIJAIL_PATH, str(path))
     with refused(NotFoundError, match="not a folder"):
-        load_tasks(["multijail_sw"])
+        LoadedTasks.load(["multijail_sw"])
 
 
 def test_the_command_keeps_responses_for_a_judge(run: Run, byte_base: Path, multijail: Path, tmp_path: Path) -> None:
@@ -336,6 +336,6 @@ def test_the_command_keeps_responses_for_a_judge(run: Run, byte_base: Path, mult
 
 
 def test_a_task_without_a_score_cannot_select(multijail: Path) -> None:
-    task = load_tasks(["multijail_sw"])["tasks"]["multijail_sw"]
+    task = LoadedTasks.load(["multijail_sw"]).tasks["multijail_sw"]
     with refused(FieldError, "tasks", match="no score"):
         _primary("multijail_sw", task, None)

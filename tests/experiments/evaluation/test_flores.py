@@ -15,7 +15,7 @@ from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.downloaded import FLORES_PATH, flores_metrics, is_flores
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
 
 from .conftest import byte_tokenizer, pico_model
@@ -116,14 +116,14 @@ def as_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("write", [as_parquet, as_jsonl])
 def test_flores_plus_has_the_same_rows(flores: Path, tmp_path: Path, monkeypatch: Any, write: Callable) -> None:  # type: ignore[type-arg]
     name = "flores_eng_Latn-swh_Latn"
-    expected = list(load_tasks([name])["tasks"][name].eval_docs)
+    expected = list(LoadedTasks.load([name]).tasks[name].eval_docs)
     plus = tmp_path / "flores_plus"
     (plus / "devtest").mkdir(parents=True)
     for code, sentences in SENTENCES.items():
         rows = [{"id": number, "iso_639_3": code[:3], "text": text} for number, text in enumerate(sentences)]
         write(plus / "devtest" / code, rows[::-1])  # ids define the order
     monkeypatch.setenv(FLORES_PATH, str(plus))
-    assert list(load_tasks([name])["tasks"][name].eval_docs) == expected
+    assert list(LoadedTasks.load([name]).tasks[name].eval_docs) == expected
 
 
 def test_words_are_tokenised_by_script() -> None:
@@ -148,27 +148,27 @@ def test_names_of_flores_tasks() -> None:
 
 def test_missing_flores_files(flores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(ArgumentError, "tasks", match="xyz_Latn"):
-        load_tasks(["flores_eng_Latn-xyz_Latn"])
+        LoadedTasks.load(["flores_eng_Latn-xyz_Latn"])
     with refused(DataError, match=r"tel_Telu\.devtest, tel_Telu\.parquet or tel_Telu\.jsonl"):
-        load_tasks(["flores_eng_Latn-tel_Telu"])
+        LoadedTasks.load(["flores_eng_Latn-tel_Telu"])
     monkeypatch.setenv(FLORES_PATH, str(flores / "absent"))
     with refused(NotFoundError, match="absent"):
-        load_tasks(["flores_eng_Latn-swh_Latn"])
+        LoadedTasks.load(["flores_eng_Latn-swh_Latn"])
     monkeypatch.delenv(FLORES_PATH)
     with refused(NotFoundError, match="FLORES_PATH"):
-        load_tasks(["flores_eng_Latn-swh_Latn"])
+        LoadedTasks.load(["flores_eng_Latn-swh_Latn"])
 
 
 def test_files_that_do_not_fit(flores: Path) -> None:
     name, path = "flores_eng_Latn-swh_Latn", flores / "devtest" / "swh_Latn.devtest"
     path.write_text("Moja.\nMbili.\n", encoding="utf-8")
     with refused(DataError, match="eng_Latn has 3, swh_Latn has 2"):
-        load_tasks([name])
+        LoadedTasks.load([name])
     path.write_text("Moja.\n\nTatu.\n", encoding="utf-8")
     with refused(DataError, match="sentence 2 of swh_Latn"):
-        load_tasks([name])
+        LoadedTasks.load([name])
     path.write_bytes("Moja.\nMbili\nTatú.\n".encode("latin-1"))
     with refused(DataError, match=r"swh_Latn\.devtest"):
-        load_tasks([name])
+        LoadedTasks.load([name])
     with refused(ArgumentError, "num_fewshot", match="4.*dev has only 3"):
-        load_tasks(["flores_eng_Latn-jpn_Jpan"], Settings(num_fewshot=4))
+        LoadedTasks.load(["flores_eng_Latn-jpn_Jpan"], Settings(num_fewshot=4))

@@ -18,7 +18,7 @@ from adapterswap.experiments.evaluation.downloaded import is_flores
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.evaluation.stock_tasks import _manager
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import LAYERS, byte_tokenizer, pico_model
@@ -136,7 +136,7 @@ def test_perplexity_of_whole_texts(byte_model: Model, kinds: Path) -> None:
 
 
 def test_the_likelihood_of_a_last_word(byte_model: Model, kinds: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_tasks(["pico_last", "pico_perplexity"], Settings(include_path=kinds))
+    LoadedTasks.load(["pico_last", "pico_perplexity"], Settings(include_path=kinds))
     capfd.readouterr()
     result = run(byte_model, kinds, "pico_last", "pico_perplexity")
     assert capfd.readouterr() == ("", "")  # the standard error of a perplexity is bootstrapped, with a bar
@@ -243,9 +243,9 @@ def test_generation_settings_have_an_effect_or_are_refused(byte_model: Model, ki
         assert (task.max_gen_toks, task.cut) == (3, 3)  # by the setting, of which all three outputs make use
     for odd in ({"temperature": 0.7}, {"top_p": 0.5, "temperature": 0}, {"do_sample": False, "top_k": 5}):
         with refused(ArgumentError, "gen_kwargs", match="pico_write takes the likeliest"):
-            load_tasks(["pico_write"], Settings(include_path=kinds, gen_kwargs=odd))
+            LoadedTasks.load(["pico_write"], Settings(include_path=kinds, gen_kwargs=odd))
     with refused(ArgumentError, "gen_kwargs", match="2 times: max_gen_toks, max_tokens"):
-        load_tasks(["pico_write"], Settings(include_path=kinds, gen_kwargs={"max_tokens": 3, "max_gen_toks": 4}))
+        LoadedTasks.load(["pico_write"], Settings(include_path=kinds, gen_kwargs={"max_tokens": 3, "max_gen_toks": 4}))
     drawn = Settings(include_path=kinds, gen_kwargs={"do_sample": True, "temperature": 0.7})
-    own = load_tasks(["pico_write"], drawn)["tasks"]["pico_write"].get_config("generation_kwargs")
+    own = LoadedTasks.load(["pico_write"], drawn).tasks["pico_write"].get_config("generation_kwargs")
     assert (own["do_sample"], own["temperature"], own["max_gen_toks"]) == (True, 0.7, 6)

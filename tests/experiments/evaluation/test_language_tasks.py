@@ -13,7 +13,7 @@ from refusals import refused
 from tolerances import near
 
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import LAYERS
@@ -39,7 +39,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hub")
 def test_tydiqa_is_the_harness_task() -> None:
-    task = load_tasks(["tydiqa_goldp_sw@1"])["tasks"]["tydiqa_goldp_sw@1"]
+    task = LoadedTasks.load(["tydiqa_goldp_sw@1"]).tasks["tydiqa_goldp_sw@1"]
     (row,) = task.eval_docs
     assert task.doc_to_text(row) == f"Muktadha: {PASSAGE}\n\nSwali: {row['question']}\n\nJibu:"
     assert task.process_results(row, [" Majimbo 50!"]) == {"exact_match": 1, "f1": 1}
@@ -71,6 +71,6 @@ def test_choices_equal_a_plain_loop(byte_model: Model, tmp_path: Path) -> None:
 def test_more_shots_than_rows_are_refused(tmp_path: Path) -> None:
     folder = str(choices.write_task(tmp_path))
     most = choices.SHOTS  # the harness draws them from the validation split
-    load_tasks([choices.TASK], Settings(num_fewshot=most, include_path=folder))
+    LoadedTasks.load([choices.TASK], Settings(num_fewshot=most, include_path=folder))
     with refused(ArgumentError, "num_fewshot"):
-        load_tasks([choices.TASK], Settings(num_fewshot=choices.QUESTIONS + 1, include_path=folder))
+        LoadedTasks.load([choices.TASK], Settings(num_fewshot=choices.QUESTIONS + 1, include_path=folder))

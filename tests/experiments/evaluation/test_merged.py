@@ -10,7 +10,7 @@ import choices
 import adapterswap
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.subjects import load_subject
+from adapterswap.experiments.evaluation.subjects import Subject
 
 
 def test_merged_then_evaluated_is_live_then_evaluated(
@@ -26,7 +26,7 @@ def test_merged_then_evaluated_is_live_then_evaluated(
     assert isinstance(plan, adapterswap.Plan)
     reports = []
     for base, composed in ((live, plan), (merged, None), (live, None)):
-        with load_subject(base, plan=composed, device="cpu") as model:
+        with Subject(base, plan=composed).loaded(device="cpu") as model:
             settings = Settings(limit=3, num_fewshot=1, max_gen_toks=12, batch_size=1, include_path=str(own))
             result = evaluate(model, base.tokenizer, ["mgsm_direct_sw", choices.TASK], settings)
             # Log-likelihoods of choices differ in their last bits, greedy text and scores do not.

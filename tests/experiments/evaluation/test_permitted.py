@@ -15,7 +15,7 @@ from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.stock_tasks import harness_folder
-from adapterswap.experiments.evaluation.tasks import check_task_names, load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.permitted import ENGINE, GENERATION, READERS, foreign_in_task, foreign_source
 from adapterswap.experiments.training.data import load_table
 from adapterswap.experiments.training.recipe import DatasetSource
@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", [*ATTACKS, *MEMBERS])
 def test_what_is_not_listed_is_refused(folder: Path, name: str) -> None:
     with refused(ArgumentError, "trust_task_code") as result:
-        load_tasks([f"own_{name}"], Settings(include_path=folder / "files"))
+        LoadedTasks.load([f"own_{name}"], Settings(include_path=folder / "files"))
     content = yaml.safe_load((folder / "files" / f"{name}.yaml").read_text())
     problems = [problem.message for problem in result.value.problems]
     assert all(str(folder / "files" / f"{name}.yaml") in problem for problem in problems)
@@ -105,7 +105,7 @@ def test_what_is_not_listed_is_refused(folder: Path, name: str) -> None:
 
 
 def test_usual_tasks_need_no_trust(folder: Path) -> None:
-    (task,) = load_tasks(["own_usual"], Settings(include_path=folder / "files"))["tasks"].values()
+    (task,) = LoadedTasks.load(["own_usual"], Settings(include_path=folder / "files")).tasks.values()
     assert task.config.generation_kwargs["max_gen_toks"] == 8
 
 
@@ -122,7 +122,7 @@ def test_local_files_need_no_network(folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("adapterswap.experiments.evaluation.tasks._KEPT", {})
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    load_tasks(["own_usual"], Settings(include_path=folder / "files"))
+    LoadedTasks.load(["own_usual"], Settings(include_path=folder / "files"))
     (folder / "rows.csv").write_text("text\na\n")
     for name, more in (("rows.json", {}), ("rows.csv", {}), ("rows.csv", {"streaming": True, "samples": 1})):
         load_table(DatasetSource(path=str(folder / name), text="{text}", **more), folder, seed=0)
@@ -209,4 +209,4 @@ def test_task_files_are_regular_and_small(tmp_path: Path) -> None:
         make(folder / "own.yaml")
     for name in (*texts, "pipe", "device"):
         with pytest.raises(DataError):
-            check_task_names(["own_task"], tmp_path / name)
+            LoadedTasks.check_names(["own_task"], tmp_path / name)

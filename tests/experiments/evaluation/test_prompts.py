@@ -320,15 +320,15 @@ def test_a_composition_is_evaluated_with_the_template_of_the_merged_model(
 ) -> None:  # fmt: skip
     plan = adapterswap.compose(adapterswap.Composition(experts=pair(task, language), bottom=1, top=1))
     prepared = Evaluation.prepare(byte_base, TASK, plan=plan, chat_template_from=chosen, settings=settings())
-    (previewed,) = prepared.preview()
+    (previewed,) = prepared.exam.preview()
     assert previewed.prompt.startswith(begins)
-    assert ("companions" in prepared.subject) == (begins != "<user>")
+    assert ("companions" in prepared.described) == (begins != "<user>")
     if chosen is None:
         merged = adapterswap.merge(plan, byte_base, out_path=tmp_path / "merged")
         turns = [{"role": "user", "content": "Swali: 1 + 1?"}]
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
         wanted = AutoTokenizer.from_pretrained(merged).apply_chat_template(turns, **options)
-        assert prepared.base.tokenizer.apply_chat_template(turns, **options) == wanted
+        assert prepared.exam.base.tokenizer.apply_chat_template(turns, **options) == wanted
 
 
 def test_an_adapter_is_evaluated_with_its_own_tokenizer(
@@ -337,8 +337,8 @@ def test_an_adapter_is_evaluated_with_its_own_tokenizer(
     """Its template, and the token at which the merged model would stop."""
     expert = with_tokenizer(byte_expert("math"), tmp_path / "math", OURS, eos_token="<pad>")
     prepared = Evaluation.prepare(byte_base, TASK, adapter=expert, settings=settings())
-    assert prepared.base.tokenizer.eos_token == "<pad>"
-    assert prepared.subject["companions"] == {"tokenizer": "adapter", "chat_template": "adapter"}
+    assert prepared.exam.base.tokenizer.eos_token == "<pad>"
+    assert prepared.described["companions"] == {"tokenizer": "adapter", "chat_template": "adapter"}
     assert prepared.companions.prompt_lines
     result = prepared.run()
     assert result.samples[0].prompt.startswith("ours ")
@@ -366,7 +366,7 @@ def test_all_cells_of_a_sweep_have_one_template(
         "settings": {"num_fewshot": 0, "limit": 1, "apply_chat_template": True, "chat_template_from": chosen},
     })  # fmt: skip
     prepared = prepare(recipe)
-    (previewed,) = preview(prepared.base.tokenizer, prepared.base.config, prepared.loaded(), prepared.settings)
+    (previewed,) = prepared.exam(prepared.tasks).preview()
     assert previewed.prompt.startswith(begins)
     assert prepared.described["companions"]["chat_template"] == (chosen or "task")
     assert prepared.notes
@@ -387,7 +387,7 @@ def test_all_cells_of_a_sweep_have_the_tokenizer_that_the_recipe_names(
         "settings": {"num_fewshot": 0, "limit": 1, "max_gen_toks": 2, "apply_chat_template": True},
     })  # fmt: skip
     prepared = prepare(recipe)
-    (previewed,) = preview(prepared.base.tokenizer, prepared.base.config, prepared.loaded(), prepared.settings)
+    (previewed,) = prepared.exam(prepared.tasks).preview()
     assert previewed.prompt.startswith(begins)
     assert prepared.described["companions"] == {"tokenizer": chosen, "chat_template": chosen}
     run = sweep(prepared, tmp_path / "run", device="cpu")

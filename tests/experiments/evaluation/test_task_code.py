@@ -19,7 +19,7 @@ from refusals import refused
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.stock_tasks import _manager, from_source, harness_folder, refuse_task_code
-from adapterswap.experiments.evaluation.tasks import load_tasks, task_fingerprint
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.sweeps import SweepRecipe
 from adapterswap.kit.errors import ArgumentError, DataError, Problems
 
@@ -148,18 +148,18 @@ def tasks(made: Tasks, monkeypatch: pytest.MonkeyPatch) -> Tasks:
 @pytest.mark.parametrize("name", RUNNING)
 def test_code_is_refused_before_it_runs(tasks: Tasks, name: str) -> None:
     with refused(ArgumentError, "trust_task_code") as result:
-        load_tasks([name], Settings(include_path=tasks.folder))
+        LoadedTasks.load([name], Settings(include_path=tasks.folder))
     assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
 
 @pytest.mark.parametrize("name", RUNNING)
 def test_trusted_code_runs(tasks: Tasks, name: str) -> None:
-    load_tasks([name], Settings(include_path=tasks.folder, trust_task_code=True))
+    LoadedTasks.load([name], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
     tasks.marker.unlink()
     with refused(ArgumentError, "trust_task_code") as result:  # a task loaded with trust is not reused without it
-        load_tasks([name], Settings(include_path=tasks.folder))
+        LoadedTasks.load([name], Settings(include_path=tasks.folder))
     assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 
@@ -173,8 +173,8 @@ def test_a_tasks_fingerprint_does_not_depend_on_its_folder(
     names = ["own_plain", "own_function", "own_custom", "own_class"]
     found = []
     for folder in (tasks.folder, Path("tasks")):
-        loaded = load_tasks(names, Settings(include_path=folder, trust_task_code=True))["tasks"]
-        found.append({name: task_fingerprint(task) for name, task in loaded.items()})
+        loaded = LoadedTasks.load(names, Settings(include_path=folder, trust_task_code=True))
+        found.append({name: loaded.fingerprint(name) for name in loaded.tasks})
     assert found[0] == found[1]
     assert len(set(found[0].values())) == len(names)
 
@@ -198,7 +198,7 @@ def test_an_edited_function_is_the_one_that_runs(tasks: Tasks, monkeypatch: pyte
 
     assert [word("one", nullcontext()), word("two", nullcontext())] == ["one", "one"]
     assert [word("one", from_source()), word("two", from_source())] == ["one", "two"]
-    load_tasks(["own_function"], Settings(include_path=tasks.folder, trust_task_code=True))
+    LoadedTasks.load(["own_function"], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
     assert not [*tasks.folder.rglob("*.pyc")]
 
@@ -208,7 +208,7 @@ def test_changed_files_are_read_again(tasks: Tasks) -> None:
     settings = Settings(include_path=tasks.folder)
 
     def loaded(name: str = "own_changing") -> tuple[str, int]:
-        task = load_tasks([name], settings)["tasks"][name]
+        task = LoadedTasks.load([name], settings).tasks[name]
         return task.config.doc_to_text, len(task.eval_docs)
 
     data, file = tasks.folder / "data.json", tasks.folder / "changing.yaml"
@@ -235,7 +235,7 @@ def test_changed_files_are_read_again(tasks: Tasks) -> None:
 
 def test_every_place_is_named(tasks: Tasks) -> None:
     with refused(ArgumentError, "trust_task_code") as result:
-        load_tasks(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
+        LoadedTasks.load(["own_group", "own_included", "own_metric"], Settings(include_path=tasks.folder))
     named = [problem.message.split(" ")[0] for problem in result.value.problems]
     places = [tasks.folder.parent / "outside/code.inc", tasks.folder / "metric.yaml", tasks.folder / "function.yaml"]
     assert [name.rstrip(",") for name in named] == [str(place) for place in places]
@@ -256,7 +256,7 @@ def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tas
     """The harness renders the first document when it loads a task, and the others when they are evaluated."""
     model, tokenizer = byte_model
     settings = Settings(include_path=tasks.folder)
-    load_tasks(["own_later"], settings)
+    LoadedTasks.load(["own_later"], settings)
     for asking in (
         lambda: preview(tokenizer, model.config, ["own_later"], settings),
         lambda: evaluate(model, tokenizer, ["own_later"], settings),
@@ -271,16 +271,16 @@ def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tas
 
 def test_a_broken_template_is_refused(tasks: Tasks) -> None:
     with refused(DataError, "tasks", match="absent"):
-        load_tasks(["own_broken"], Settings(include_path=tasks.folder))
+        LoadedTasks.load(["own_broken"], Settings(include_path=tasks.folder))
 
 
 def test_files_changed_since_indexing_are_read_again(tasks: Tasks) -> None:
     settings = Settings(include_path=tasks.folder)
-    load_tasks(["own_changed"], settings)
+    LoadedTasks.load(["own_changed"], settings)
     with (tasks.folder / "changed.yaml").open("a", encoding="utf-8") as file:
         file.write("process_docs: !function own_code.docs\n")
     with refused(ArgumentError, "trust_task_code") as result:
-        load_tasks(["own_changed"], Settings(include_path=tasks.folder, num_fewshot=0))
+        LoadedTasks.load(["own_changed"], Settings(include_path=tasks.folder, num_fewshot=0))
     assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
     assert not tasks.ran
 

@@ -15,7 +15,7 @@ from tolerances import near
 
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.mgsm import LANGUAGES
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError, DependencyError, NotFoundError
 
 from .conftest import LAYERS
@@ -124,12 +124,12 @@ def test_a_name_can_set_the_shots(byte_model: Model, own_tasks: Path) -> None:
     assert together.groups["pico@2"] != together.groups["pico@0"]
     for name, reason in (("mgsm_direct_sw@9", "MGSM has 8"), ("mgsm_direct_swa@2", "'mgsm_direct_swa'")):
         with refused(ArgumentError, "tasks", match=reason):
-            load_tasks([name])
+            LoadedTasks.load([name])
 
 
 def test_an_unknown_task_is_refused_with_its_nearest_names(own_tasks: Path) -> None:
     with refused(ArgumentError, "tasks") as caught:
-        load_tasks(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], Settings(include_path=own_tasks))
+        LoadedTasks.load(["mgsm_direct_swa", "picko_one", "mgsm_direct_sw"], Settings(include_path=own_tasks))
     first, second = caught.value.problems
     assert first.message == "There is no task 'mgsm_direct_swa'"
     assert "mgsm_direct_sw" in first.remedy
@@ -138,7 +138,7 @@ def test_an_unknown_task_is_refused_with_its_nearest_names(own_tasks: Path) -> N
 
 def test_a_task_with_missing_data_is_refused(own_tasks: Path) -> None:
     with refused(DataError, "tasks", match="gsm8k"):
-        load_tasks(["gsm8k"], Settings(include_path=own_tasks))
+        LoadedTasks.load(["gsm8k"], Settings(include_path=own_tasks))
 
 
 BROKEN = {
@@ -166,22 +166,22 @@ def test_a_broken_task_of_the_user_is_refused(kind: str, byte_model: Model, tmp_
 
 
 def test_families_and_patterns() -> None:
-    assert list(load_tasks(["mgsm_direct"])["tasks"]) == [f"mgsm_direct_{code}" for code in LANGUAGES]
-    assert list(load_tasks(["mgsm_*_sw"])["tasks"]) == ["mgsm_direct_sw", "mgsm_native_cot_sw", "mgsm_en_cot_sw"]
-    assert list(load_tasks(["mgsm_direct_sw", "mgsm_direct_s?"])["tasks"]) == ["mgsm_direct_sw"]
+    assert list(LoadedTasks.load(["mgsm_direct"]).tasks) == [f"mgsm_direct_{code}" for code in LANGUAGES]
+    assert list(LoadedTasks.load(["mgsm_*_sw"]).tasks) == ["mgsm_direct_sw", "mgsm_native_cot_sw", "mgsm_en_cot_sw"]
+    assert list(LoadedTasks.load(["mgsm_direct_sw", "mgsm_direct_s?"]).tasks) == ["mgsm_direct_sw"]
 
 
 def test_a_missing_folder_of_tasks(tmp_path: Path) -> None:
     with refused(NotFoundError, "include_path"):
-        load_tasks(["pico"], Settings(include_path=tmp_path / "absent"))
+        LoadedTasks.load(["pico"], Settings(include_path=tmp_path / "absent"))
 
 
 def test_no_task() -> None:
     with refused(ArgumentError, "tasks"):
-        load_tasks([])
+        LoadedTasks.load([])
 
 
 def test_without_the_harness_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with refused(DependencyError, match=r"pip install 'adapterswap\[eval\]'"):
-        load_tasks(["mgsm_direct_sw"])
+        LoadedTasks.load(["mgsm_direct_sw"])

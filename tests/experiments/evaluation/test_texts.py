@@ -15,7 +15,7 @@ from refusals import refused
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.evaluating import preview
 from adapterswap.experiments.evaluation.results import broken_texts
-from adapterswap.experiments.evaluation.tasks import check_task_names, load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError
 
 Model = tuple[Any, Any]
@@ -82,7 +82,7 @@ def test_a_text_with_a_lone_surrogate_is_refused(byte_model: Model, halves: Path
 @pytest.mark.parametrize(("name", "place"), [("row", "row 2"), ("torn", "row 2"), ("latin", "0xe9")])
 def test_data_that_is_not_text_is_refused(halves: Path, name: str, place: str) -> None:
     with refused(DataError, "tasks", match=place):
-        load_tasks([f"half_{name}"], Settings(include_path=halves))
+        LoadedTasks.load([f"half_{name}"], Settings(include_path=halves))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_settings_that_are_not_text_are_refused(
 
 def test_a_name_that_is_not_text_is_unknown() -> None:
     with refused(ArgumentError, "tasks", match=r"'fi\\udcff'"):
-        check_task_names(["fi\udcff"])
+        LoadedTasks.check_names(["fi\udcff"])
 
 
 def test_a_chat_template_that_writes_one(run: Call, byte_base: Path, halves: Path, tmp_path: Path) -> None:

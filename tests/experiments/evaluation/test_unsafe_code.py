@@ -15,7 +15,7 @@ from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.stock_tasks import code_allowed, unsafe_tasks
-from adapterswap.experiments.evaluation.tasks import load_tasks
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import byte_tokenizer, pico_model
@@ -91,14 +91,14 @@ def coder() -> Model:
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_nested", "pico_tag"])
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
     with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code would run code written by the model"):
-        load_tasks([name], Settings(include_path=code_tasks, trust_task_code=True))
+        LoadedTasks.load([name], Settings(include_path=code_tasks, trust_task_code=True))
     with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw would run"):
-        load_tasks(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
+        LoadedTasks.load(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
     with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp would run"):
-        load_tasks(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
+        LoadedTasks.load(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_tag"])

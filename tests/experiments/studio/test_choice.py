@@ -18,6 +18,7 @@ from scipy.stats import binomtest
 from adapterswap.cli import main
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.planning.composition import Composition
+from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address, paint
 from adapterswap.experiments.studio.exporting import lines, write_file
@@ -273,4 +274,4 @@ def test_a_file_of_rows_is_read_or_refused(content: str) -> None:
 def test_a_number_is_compared_as_a_number_only_if_it_is_the_whole_answer(
     written: str, answer: str, right: bool
 ) -> None:
-    assert evaluating.is_right(written, answer) == right
+    assert is_right(written, answer) == right

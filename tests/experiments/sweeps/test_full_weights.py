@@ -20,7 +20,7 @@ import adapterswap
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.writing.weights import merge
 from adapterswap.experiments.evaluation import evaluate
-from adapterswap.experiments.evaluation.subjects import load_subject
+from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.reporting.report import compose_command, evaluate_command
 from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_samples, sweep
 from adapterswap.experiments.sweeps.judging import way_of
@@ -72,7 +72,7 @@ def check_beside_merge(prepared: PreparedSweep, run: Run, full: Path, tmp_path: 
             requested = composition.model_copy(update={"base_model": str(full / "base")})
             merge(adapterswap.compose(requested, places), out_path=tmp_path / cell.cell)
             base, plan = OpenedBase.open(str(tmp_path / cell.cell)), None
-        with load_subject(base, plan=plan, device="cpu") as model:
+        with Subject(base, plan=plan).loaded(device="cpu") as model:
             alone = evaluate(model, base.tokenizer, cell.tasks, prepared.settings)
         samples = read_samples(run.folder, cell.cell)
         expected = [{key: sample.as_json()[key] for key in samples[0]} for sample in alone.samples]

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
 from adapterswap.experiments.evaluation import EvaluationResult, evaluate
-from adapterswap.experiments.evaluation.subjects import find_adapter, load_subject
+from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
 from adapterswap.experiments.sweeps import (
     Run,
     SweepProgress,
@@ -81,7 +81,7 @@ def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run
     for result in run.results:
         cell, plan = result.cell, prepared.plans[result.cell.cell]
         samples = read_samples(run.folder, cell.cell)
-        with load_subject(prepared.base, plan=plan, device="cpu", **cell.output) as model:
+        with Subject(prepared.base, plan=plan, **cell.output).loaded(device="cpu") as model:
             alone = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
         assert samples == rows(alone), cell.short
         for name, value in result.results.items():
@@ -95,7 +95,7 @@ def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run
             ]
         if plan is not None:
             folder = write_adapter(plan, tmp_path / cell.cell, **cell.output)
-            with load_subject(prepared.base, adapter=find_adapter(str(folder)), device="cpu") as model:
+            with Subject(prepared.base, adapter=find_adapter(str(folder))).loaded(device="cpu") as model:
                 composed = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
             differing[cell.short] = sum(a != b for a, b in zip(samples, rows(composed), strict=True))
     assert differing == dict.fromkeys(differing, 0)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from adapterswap import write_adapter
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import evaluate
-from adapterswap.experiments.evaluation.subjects import find_adapter, load_subject
+from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_samples, sweep
 from adapterswap.experiments.sweeps.judging import way_of
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
@@ -79,7 +79,7 @@ def test_cells_equal_written_adapters(
         if plan is None:
             continue
         folder = write_adapter(plan, tmp_path / result.cell.cell, **result.cell.output)
-        with load_subject(prepared.base, adapter=find_adapter(str(folder)), device="cpu") as model:
+        with Subject(prepared.base, adapter=find_adapter(str(folder))).loaded(device="cpu") as model:
             alone = evaluate(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
         for name, value in result.results.items():
             assert value.value == alone.tasks[name].score("normalized").value
@@ -101,7 +101,7 @@ def test_dora_beside_plain_lora_equals_merged_weights(
         if plan is None:
             continue
         base = OpenedBase.open(plan.merge(tmp_path / result.cell.cell, base_model=prepared.recipe.base_model))
-        with load_subject(base, device="cpu") as model:
+        with Subject(base).loaded(device="cpu") as model:
             alone = evaluate(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
         found = [row["output"] for row in read_samples(run.folder, result.cell.cell)]
         assert found == [sample.as_json()["output"] for sample in alone.samples], result.cell.short

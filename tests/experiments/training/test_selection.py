@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap import layer_swap, suggest
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate, exam
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
-from adapterswap.experiments.training import TrainRecipe, TrainReport, estimate, judging, train
+from adapterswap.experiments.training import TrainRecipe, TrainReport, estimate, train
 from adapterswap.experiments.training.selection import (
     JudgedCheckpoint,
     SelectionOptions,
@@ -301,7 +301,7 @@ def test_resuming_evaluates_nothing_twice(
 ) -> None:
     recipe, unbroken = judged
     requested: list[int] = []
-    real = judging.evaluate
+    real = exam.evaluate
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         requested.append(1)
@@ -309,7 +309,7 @@ def test_resuming_evaluates_nothing_twice(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(judging, "evaluate", counted)
+    monkeypatch.setattr(exam, "evaluate", counted)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, out_path=tmp_path / "expert", progress=False)
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
@@ -323,14 +323,14 @@ def test_resuming_evaluates_nothing_twice(
 def test_a_terminated_run_is_judged_when_resumed(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     recipe = selecting(training={"max_steps": 4, "save_every_samples": 8})
     unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
-    real = judging.evaluate
+    real = exam.evaluate
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(judging, "evaluate", interrupted)
+        patched.setattr(exam, "evaluate", interrupted)
         with refused(RunError):
             train(recipe, out_path=tmp_path / "expert", progress=False)
     rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())["table"]

@@ -19,16 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
-from adapterswap.experiments.evaluation.asking import (
-    Answer,
-    Generation,
-    Job,
-    Likelihood,
-    Questions,
-    Request,
-    Subject,
-    evaluated,
-)
+from adapterswap.experiments.evaluation.engine import Engine, Job, Loadable
+from adapterswap.experiments.evaluation.exam import Exam
+from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
 from adapterswap.kit.errors import ArgumentError
 
 WRITE, CHOOSE = "mgsm_direct_sw", choices.TASK
@@ -58,11 +51,10 @@ def answer(model: Any, tokenizer: Any, request: Request) -> Answer:
     return tuple(new)
 
 
-class Torch:
+class Torch(Engine):
     """An engine that answers the newest request first, with models that differ by their last norm."""
 
     def __init__(self, base: Path) -> None:
-        self.described: dict[str, Any] = {}
         self.tokenizer = OpenedBase.open(str(base)).tokenizer
         self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         self.norm = self.model.model.norm.weight.data.clone()
@@ -70,7 +62,11 @@ class Torch:
         self.keys: set[str] = set()
         self.most = 0
 
-    def put(self, key: str, subject: Subject) -> None:
+    @property
+    def described(self) -> dict[str, Any]:
+        return {}
+
+    def put(self, key: str, subject: Loadable) -> None:
         self.keys.add(key)
         self.most = max(self.most, len(self.keys))
 
@@ -98,19 +94,19 @@ def engine(byte_base: Path) -> Torch:
 
 
 @contextmanager
-def nothing(places: list[str], key: str) -> Iterator[Subject]:
+def nothing(places: list[str], key: str) -> Iterator[Loadable]:
     places.append(key)
     yield None
     places.remove(key)
 
 
 def jobs(base: Path, task: str, settings: Settings, places: list[str], *, alone: str = "") -> list[Job]:
-    questions = Questions(OpenedBase.open(str(base)), (task,), settings)
+    exam = Exam.load((task,), settings, OpenedBase.open(str(base)))
 
-    def opened(key: str) -> AbstractContextManager[Subject]:
+    def opened(key: str) -> AbstractContextManager[Loadable]:
         return nothing(places, key)
 
-    return [Job(key, partial(opened, key), questions, alone=alone == key) for key in "01234"]
+    return [Job(key, partial(opened, key), exam, alone=alone == key) for key in "01234"]
 
 
 def same(one: EvaluationResult, other: EvaluationResult) -> None:
@@ -130,10 +126,10 @@ def test_cut_outputs_are_counted_beside_likelihoods(
     tasks: tuple[str, ...], engine: Torch, byte_base: Path, settings: Settings
 ) -> None:
     """In both engines, for each request; the reference is the number of tokens that plain torch wrote."""
-    questions = Questions(OpenedBase.open(str(byte_base)), tasks, settings)
-    job = Job("0", partial(nothing, [], "0"), questions)
-    ((result, _),) = evaluated(engine, [job])
-    written = [one for one in questions.requests if isinstance(one, Generation)]
+    exam = Exam.load(tasks, settings, OpenedBase.open(str(byte_base)))
+    job = Job("0", partial(nothing, [], "0"), exam)
+    ((result, _),) = engine.evaluate([job])
+    written = [one for one in exam.requests if isinstance(one, Generation)]
     lengths = [len(answer(engine.as_named("0"), engine.tokenizer, one)) for one in written]
     cut = [length == one.limit for length, one in zip(lengths, written, strict=True)]
     assert any(cut)
@@ -150,14 +146,14 @@ def test_sampled_outputs_of_equal_prompts_are_cut_one_by_one(
     """Two tasks with the same prompts, whose answers are drawn: each is counted by its own answer."""
     tasks, limit = (WRITE, f"{WRITE}@1"), 6
     drawn = replace(settings, max_gen_toks=limit, gen_kwargs={"do_sample": True, "temperature": 0.5})
-    questions = Questions(OpenedBase.open(str(byte_base)), tasks, drawn)
+    exam = Exam.load(tasks, drawn, OpenedBase.open(str(byte_base)))
     lengths = [limit, 2, 2, limit, 2, limit]  # tokens of each answer
-    word, end = engine.tokenizer("a")["input_ids"][0], questions.requests[0].ends[0]
+    word, end = engine.tokenizer("a")["input_ids"][0], exam.requests[0].ends[0]
     answers = {
         request: (word,) * limit if length == limit else (word, end)
-        for request, length in zip(questions.requests, lengths, strict=True)
+        for request, length in zip(exam.requests, lengths, strict=True)
     }
-    result = questions.scores(answers, {})
+    result = exam.scores(answers, {})
     assert sorted(sample.cut for sample in result.samples) == [False] * 3 + [True] * 3
     assert sum(task.cut or 0 for task in result.tasks.values()) == 3
     for sample in result.samples:
@@ -172,7 +168,7 @@ def test_the_halves_give_the_whole(
 ) -> None:
     places: list[str] = []
     work = jobs(byte_base, task, settings, places)
-    results = list(evaluated(engine, work, in_flight=in_flight))
+    results = list(engine.evaluate(work, in_flight=in_flight))
     assert (engine.keys, places, engine.most) == (set(), [], in_flight)
     for job, (result, seconds) in zip(work, results, strict=True):
         same(result, evaluate(engine.as_named(job.key), engine.tokenizer, [task], settings))
@@ -184,19 +180,19 @@ def test_a_job_that_must_be_alone_is(byte_base: Path, settings: Settings) -> Non
     beside: dict[str, set[str]] = {}
 
     class Watched(Torch):
-        def put(self, key: str, subject: Subject) -> None:
+        def put(self, key: str, subject: Loadable) -> None:
             super().put(key, subject)
             for one in self.keys:
                 beside.setdefault(one, set()).update(self.keys)
 
-    list(evaluated(Watched(byte_base), jobs(byte_base, CHOOSE, settings, [], alone="2"), in_flight=4))
+    list(Watched(byte_base).evaluate(jobs(byte_base, CHOOSE, settings, [], alone="2"), in_flight=4))
     assert beside["2"] == {"2"}
     assert beside["0"] == {"0", "1"}
 
 
 def test_what_is_abandoned_is_dropped(engine: Torch, byte_base: Path, settings: Settings) -> None:
     places: list[str] = []
-    results = evaluated(engine, jobs(byte_base, CHOOSE, settings, places), in_flight=3)
+    results = engine.evaluate(jobs(byte_base, CHOOSE, settings, places), in_flight=3)
     next(results)
     results.close()
     assert (engine.keys, engine.queued, places) == (set(), [], [])
@@ -204,23 +200,23 @@ def test_what_is_abandoned_is_dropped(engine: Torch, byte_base: Path, settings: 
 
 def test_equal_requests_are_asked_once_unless_sampled(byte_base: Path, settings: Settings) -> None:
     base = OpenedBase.open(str(byte_base))
-    greedy = Questions(base, (WRITE, f"{WRITE}@1"), settings).requests
+    greedy = Exam.load((WRITE, f"{WRITE}@1"), settings, base).requests
     assert len(greedy) == 3
     drawn = replace(settings, gen_kwargs={"do_sample": True, "temperature": 0.5})
-    sampled = Questions(base, (WRITE,), drawn).requests
+    sampled = Exam.load((WRITE,), drawn, base).requests
     seeds = [one.seed for one in sampled if isinstance(one, Generation)]
     assert len(set(seeds)) == 3
     assert all(isinstance(one, Generation) and dict(one.sampling)["temperature"] == 0.5 for one in sampled)
 
 
 def test_what_does_not_fit_is_refused_before_an_engine_is_asked(byte_base: Path) -> None:
-    questions = Questions(OpenedBase.open(str(byte_base)), (WRITE,), Settings(limit=1, max_gen_toks=20000))
+    exam = Exam.load((WRITE,), Settings(limit=1, max_gen_toks=20000), OpenedBase.open(str(byte_base)))
     with pytest.raises(ArgumentError) as refusal:
-        assert questions.requests
+        assert exam.requests
     assert refusal.value.found[0].parameter == "max_gen_toks"
 
 
 def test_compositions_are_written_without_the_packages_of_servers() -> None:
     """The `eval` extra is enough for a sweep in transformers that merges cells with `full_rank`."""
-    code = "import sys\nsys.modules['starlette'] = None\nfrom adapterswap.experiments.evaluation.asking import written"
+    code = "import sys\nsys.modules['starlette'] = None\nfrom adapterswap.experiments.evaluation.engine import written"
     subprocess.run([sys.executable, "-c", code], check=True)

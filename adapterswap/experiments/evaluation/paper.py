@@ -1,0 +1,111 @@
+"""The harness's model class without weights: it notes what a model would be asked, or looks the answers up.
+
+It turns texts into tokens, cuts answers at their stops and adds up windows as the harness does for a model in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from adapterswap.core import OpenedBase
+from adapterswap.experiments.evaluation.evaluating import padded
+from adapterswap.experiments.evaluation.harness import EvaluatedModel, seed_of
+from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
+from adapterswap.experiments.evaluation.results import check_texts
+from adapterswap.experiments.evaluation.settings import Settings
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
+from adapterswap.kit.processes import Processes
+
+
+class AllAsked(Exception):
+    """Ends the first half of an evaluation."""
+
+
+class Paper(EvaluatedModel):
+    """A model without weights. It notes requests, or looks their answers up.
+
+    Attributes:
+        requests: those of this evaluation, in order; equal ones once.
+    """
+
+    def __init__(
+        self, base: OpenedBase, loaded: LoadedTasks, settings: Settings, answers: Mapping[Request, Answer] | None = None
+    ) -> None:
+        self._generation_config = base.generation_config()
+        stand_in = SimpleNamespace(
+            config=base.config, generation_config=self._generation_config, device=torch.device("cpu"), eval=lambda: None
+        )
+        super().__init__(
+            stand_in,
+            padded(base.tokenizer),
+            settings=settings,
+            batch_size=1,
+            processes=Processes(),
+            check=lambda: check_texts(loaded.tasks),
+            on_begin=None,
+            on_progress=None,
+        )
+        self._tasks, self._lookup = loaded.tasks.values(), answers
+        self._kinds: set[str] = set()
+        self.requests: dict[Request, None] = {}
+        self._sampled = 0
+
+    def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
+        answers = super()._answers(requests, batches, answer)
+        self._kinds.add(requests[0].request_type)
+        if self._lookup is None and self._kinds >= {one.request_type for task in self._tasks for one in task.instances}:
+            raise AllAsked
+        return answers
+
+    def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
+        prompt = tuple(context[0].tolist())
+        settings = _sampling(kwargs, self._generation_config)
+        seed = seed_of(self._seed, self._sampled) if settings.get("do_sample") else None
+        self._sampled += 1
+        ends = self._generation_config.eos_token_id
+        ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+        request = Generation(prompt, max_length - len(prompt), tuple(stop), ends, tuple(sorted(settings.items())), seed)
+        answer = self._answered(request, ends[:1])
+        return torch.cat([context, torch.tensor([answer], dtype=context.dtype).reshape(1, -1)], dim=1)
+
+    def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
+        longest = self.max_length + 1  # the last token is only predicted
+        return [
+            self._answered(Likelihood(tuple((context + continuation)[-longest:]), len(continuation)), (0.0, False))
+            for _, context, continuation in requests
+        ]
+
+    def _answered(self, request: Request, nothing: Answer) -> Answer:
+        self.requests[request] = None
+        return nothing if self._lookup is None else self._lookup[request]
+
+
+_ELSEWHERE = {
+    "transformers_version",
+    "use_cache",
+    "max_length",
+    "max_new_tokens",
+    "attention_mask",
+    "_from_model_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
+_OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p"}
+
+
+def _sampling(kwargs: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The settings of one request, the model's own included, that are not off; without tokens and lengths."""
+    settings = {**config.to_diff_dict(), **kwargs}
+    left_out = (
+        _ELSEWHERE if settings.get("do_sample") and settings.get("temperature") != 0 else _ELSEWHERE | _OF_SAMPLING
+    )
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in left_out and value is not False and value is not None
+    }
