@@ -47,9 +47,7 @@ from adapterswap.kit.processes import Processes
 from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
-    from adapterswap.core import Plan
-    from adapterswap.experiments.sweeps import Cell, Row, Run, SweepProgress
-    from adapterswap.experiments.sweeps.preparing import PreparedSweep
+    from adapterswap.experiments.sweeps import Run, SweepProgress
     from adapterswap.experiments.sweeps.running import Estimate
 
 
@@ -110,8 +108,7 @@ def sweep_command(
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
     """
     from adapterswap.core import choose_device
-    from adapterswap.experiments.sweeps import SweepRecipe, prepare, remarks, summarize, sweep
-    from adapterswap.experiments.sweeps.recording import check_out_path
+    from adapterswap.experiments.sweeps import SweepRecipe, prepare, summarize, sweep
     from adapterswap.experiments.sweeps.running import estimate
     from adapterswap.kit.files.yaml import find_recipe
 
@@ -126,12 +123,11 @@ def sweep_command(
     sweep_recipe = SweepRecipe.read(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
-    if not freeze:
-        check_out_path(out_path, None, overwrite=overwrite)  # before anything is read, which may take long
     with working("reading experts and tasks", shown=Processes.is_first()):
         prepared = prepare(
-            sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
-        )
+            sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code,
+            out_path=None if freeze else out_path, overwrite=overwrite,
+        )  # fmt: skip
     for line in prepared.notes if Processes.is_first() else ():
         note(line)
     if freeze:
@@ -146,16 +142,15 @@ def sweep_command(
         return
     if dry_run:
         choose_device(device)
-        recorded = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-        expected = estimate(prepared, recorded, tokens_per_second=tokens_per_second)
+        expected = estimate(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
         if Processes.is_first():
             if as_json:
-                strips = {cell.short: plan.strip for cell, plan in _by_rules(prepared)}
+                strips = {name: plan.strip for name, plan in prepared.by_rules}
                 print_json({"dry_run": True, **expected.as_json(), "strips": strips})
             else:
                 _print_estimate(expected)
-                for cell, plan in _by_rules(prepared):
-                    echo("", cell.short, *plan.strip.splitlines())
+                for name, plan in prepared.by_rules:
+                    echo("", name, *plan.strip.splitlines())
             note_dry_run("evaluated")
         return
     with together(device) as processes, _progress(shown=processes.main) as tell:
@@ -165,26 +160,18 @@ def sweep_command(
         )  # fmt: skip
     if not processes.main:
         return
-    rows = summarize(run)
     if as_json:
-        finished_rows = [row.as_json() for row in rows]
+        finished_rows = [row.as_json() for row in summarize(run)]
         counts = {"cells": len(run.results), "given_up": len(run.given_up)}
-        content = {"dry_run": False, **counts, "families": finished_rows, "remarks": remarks(run), "out_path": out_path}
+        content = {"dry_run": False, **counts, "families": finished_rows, "remarks": run.remarks, "out_path": out_path}
         print_json(content)
     else:
-        _print(rows, run)
-    for remark in remarks(run):
+        _print(run)
+    for remark in run.remarks:
         note(remark)
     if run.given_up:
         note(f"{len(run.given_up)} cells were given up before all their documents were evaluated")
     note_output(out_path, f"to see the results, run adapterswap report {out_path}")
-
-
-def _by_rules(prepared: PreparedSweep) -> Iterator[tuple[Cell, Plan]]:
-    """The compositions made by rules; their names do not show their layers."""
-    for cell in prepared.grid.cells:
-        if "rules=" in cell.configuration and (plan := prepared.plans[cell.cell]) is not None:
-            yield cell, plan
 
 
 @contextmanager
@@ -264,9 +251,12 @@ def _time_text(expected: Estimate) -> str:
     return f"up to {duration(expected.seconds)} for the answers; reading prompts and likelihoods come on top"
 
 
-def _print(rows: list[Row], run: Run) -> None:
+def _print(run: Run) -> None:
     """Print a table of families to stdout, in full even without a terminal."""
     from adapterswap.core import error_text
+    from adapterswap.experiments.sweeps import summarize
+
+    rows = summarize(run)
 
     reduced = any(row.relative_error is not None for row in rows)
     heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]

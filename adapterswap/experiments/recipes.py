@@ -17,10 +17,8 @@ from ruamel.yaml.comments import CommentedMap
 from adapterswap.core import Composition, check_names
 from adapterswap.core.planning.checks import check_rules
 from adapterswap.experiments.sweeps import SweepRecipe
-from adapterswap.experiments.sweeps.grid import make_cells
-from adapterswap.experiments.sweeps.recipe import SWEEP_PATHS, SweepTasks
+from adapterswap.experiments.sweeps.grid import check_cells
 from adapterswap.experiments.training import TrainRecipe
-from adapterswap.experiments.training.recipe import ROW_PATHS
 from adapterswap.kit.errors import (
     AdapterswapError,
     CompositionError,
@@ -63,21 +61,13 @@ def _check_composition(composition: Composition) -> None:
 
 
 def _check_sweep(recipe: SweepRecipe) -> None:
-    target = {name: tuple(tasks) for name, tasks in recipe.target_groups().items()}
-    num_layers = recipe.num_layers or _DEPTH
-    problems = Problems(CompositionError)
-    for cell in make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers).cells:
-        composition = cell.parsed
-        if composition is not None:
-            with problems.collect():
-                composition.rules(num_layers)
-    problems.raise_if_any()
+    check_cells(recipe, recipe.num_layers or _DEPTH)
 
 
 _KINDS = {
-    "train": RecipeKind(TrainRecipe, ROW_PATHS),
+    "train": RecipeKind(TrainRecipe, TrainRecipe.PATHS),
     "compose": RecipeKind(Composition, ("experts.*",), _check_composition),
-    "sweep": RecipeKind(SweepRecipe, SWEEP_PATHS, _check_sweep),
+    "sweep": RecipeKind(SweepRecipe, SweepRecipe.PATHS, _check_sweep),
 }
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue, combined, remarks
+from adapterswap.experiments.reporting.combined import combined
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
@@ -98,7 +99,7 @@ def _open_one(folder: Path) -> ReportSource:
             (name,),
             "pairs",
             (f"adapterswap sweep recipe.yaml --out-path {name}",),
-            (*_searched(run), *remarks(run)),
+            (*_searched(run), *run.remarks),
         )
     if exists(folder / RESULTS) and exists(folder / ANSWERS):
         files_inside(folder, [RESULTS, ANSWERS], kind=DataError)

@@ -43,7 +43,7 @@ from adapterswap.experiments.reporting.relations import (
 )
 from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
-from adapterswap.experiments.sweeps.recording import REFERENCES, Preregistration, default_reference
+from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, DataError
 
@@ -402,7 +402,7 @@ def make_report(
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     ranked = included_methods(run, methods)
-    reference = default_reference(ranked) if reference is None else reference
+    reference = Preregistration.default_reference(ranked) if reference is None else reference
     if reference not in families:
         raise ArgumentError(
             f"The run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
@@ -499,8 +499,9 @@ def _lead(run: Run, families: list[str], reference: str) -> str:
 
 
 def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]:
-    """The lead, the reference, and a third method for orientation: the first other one of `REFERENCES`."""
-    first, second, *others = (table_choice(all_choices, name) for name in dict.fromkeys([lead, reference, *REFERENCES]))
+    """The lead, the reference, and a third method for orientation: the first other one of the references."""
+    names = dict.fromkeys([lead, reference, *Preregistration.REFERENCES])
+    first, second, *others = (table_choice(all_choices, name) for name in names)
     shown = [choice for choice in (first, second, *others) if choice is not None]
     return shown[:3] if first is not None and second is not None else []
 

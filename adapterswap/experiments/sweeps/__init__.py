@@ -19,7 +19,7 @@ from adapterswap.experiments.sweeps.results import (
     read_samples,
 )
 from adapterswap.experiments.sweeps.running import SweepProgress, sweep
-from adapterswap.experiments.sweeps.summary import Row, best_of, combined, remarks, summarize
+from adapterswap.experiments.sweeps.summary import Row, best_of, summarize
 
 __all__ = [
     "Cell",
@@ -32,11 +32,9 @@ __all__ = [
     "TaskInfo",
     "TaskValue",
     "best_of",
-    "combined",
     "prepare",
     "read_prompts",
     "read_samples",
-    "remarks",
     "summarize",
     "sweep",
 ]

@@ -111,7 +111,7 @@ class _Worker:
     """A worker. Returns errors instead of raising them, because Ray rewords raised ones."""
 
     def open(
-        self, recipe: SweepRecipe, consent: Mapping[str, bool], device: str, dtype: str
+        self, recipe: SweepRecipe, consent: Mapping[str, Any], device: str, dtype: str
     ) -> Mapping[str, Any] | AdapterswapError:
         """Load everything; returns what the results depend on."""
         try:

@@ -42,6 +42,7 @@ from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.sweeps.grid import Cell, Grid, make_cells
 from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, SweepTasks, extra_experts
+from adapterswap.experiments.sweeps.recording import check_out_path
 from adapterswap.experiments.sweeps.results import FORMAT, TaskInfo
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -232,6 +233,12 @@ class PreparedSweep:
         )
 
     @property
+    def by_rules(self) -> list[tuple[str, Plan]]:
+        """The short names of compositions made by rules, which do not show their layers, with their plans."""
+        cells = (cell for cell in self.grid.cells if "rules=" in cell.configuration)
+        return [(cell.short, plan) for cell in cells if (plan := self.plans[cell.cell]) is not None]
+
+    @property
     def inputs(self) -> list[str | Path | None]:
         """Paths that the output may not overlap: bases, experts, task files, the recipe and those that it extends."""
         return [
@@ -244,7 +251,12 @@ class PreparedSweep:
 
 
 def prepare(
-    recipe: SweepRecipe, *, confirm_run_unsafe_code: bool = False, trust_task_code: bool = False
+    recipe: SweepRecipe,
+    *,
+    confirm_run_unsafe_code: bool = False,
+    trust_task_code: bool = False,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
 ) -> PreparedSweep:
     """Open everything that a recipe names, and check every cell.
 
@@ -252,6 +264,8 @@ def prepare(
         recipe: the recipe.
         confirm_run_unsafe_code: allow tasks to run code that the model wrote (MBPP).
         trust_task_code: allow the task files in `settings.include_path` to run their own Python code.
+        out_path: the folder of the sweep, which is checked before anything is read.
+        overwrite: replace a sweep that is in the folder.
 
     Raises:
         AdapterswapError: lists all mistakes that can be found together; its class is their closest common one. A base
@@ -259,6 +273,8 @@ def prepare(
             (`UnsupportedError`), a task is unknown or a setting out of range (`ArgumentError`, `FieldError`), or a
             composition does not fit the experts (`CompositionError`).
     """
+    if out_path is not None:
+        check_out_path(out_path, None, overwrite=overwrite)
     LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
     places: dict[str, tuple[str, str]] = {}

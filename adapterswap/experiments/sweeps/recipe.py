@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -139,8 +139,17 @@ def _role_name(name: str) -> str:
 RoleName = Annotated[str, AfterValidator(_role_name)]
 
 
+_PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
+
+
 class SweepRecipe(StrictModel):
     """What a sweep evaluates, and on which tasks."""
+
+    PATHS: ClassVar[tuple[str, ...]] = (
+        "base_model", *_PLACES, *(f"{place}.chain.*" for place in _PLACES),
+        *(f"{place}.ladder" for place in _PLACES[:2]), "extra.*", "extra.*.*", "settings.include_path",
+    )  # fmt: skip
+    """Keys that may be local paths."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     num_layers: int | None = Field(
@@ -342,7 +351,7 @@ class SweepRecipe(StrictModel):
             FieldError: the recipe is invalid; lists every mistake.
             AdapterswapError: the recipe cannot be read; see `read_recipe`.
         """
-        recipe = read_recipe(path, SweepRecipe, overrides, paths=SWEEP_PATHS, kind="sweep")
+        recipe = read_recipe(path, SweepRecipe, overrides, paths=SweepRecipe.PATHS, kind="sweep")
         beside = Path(path).parent
 
         def resolve(reference: str) -> str:
@@ -350,14 +359,6 @@ class SweepRecipe(StrictModel):
             return str(place) if exists(place) else reference
 
         return with_places(recipe, resolve)
-
-
-_PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
-SWEEP_PATHS = (
-    "base_model", *_PLACES, *(f"{place}.chain.*" for place in _PLACES), *(f"{place}.ladder" for place in _PLACES[:2]),
-    "extra.*", "extra.*.*", "settings.include_path",
-)  # fmt: skip
-"""Keys that may be local paths."""
 
 
 OTHER = "other"

@@ -21,11 +21,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap import __version__
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.results import (
     CELLS,
     PREREGISTRATION,
@@ -55,6 +54,9 @@ from adapterswap.kit.files.folders import check_place, locked, refuse_strangers,
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import exists, expand, read_json
+
+if TYPE_CHECKING:
+    from adapterswap.experiments.sweeps.preparing import PreparedSweep
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
 # Files that may exist before sweep.json: those of a killed sweep, and a pre-registration.
@@ -302,7 +304,6 @@ def _explained(folder: Path) -> Iterator[None]:
 
 
 PREREGISTRATION_FORMAT = "adapterswap-preregistration/1"
-REFERENCES = ("task expert", "math expert", "soup", "base")
 _COMPARED = ("base_model", "experts", "num_layers", "tasks", "task_files", "settings", "cells")
 _REMEDY = "Restore it, or delete it and report that the run was not pre-registered"
 
@@ -316,6 +317,9 @@ class Preregistration:
         reference, methods: the methods that a report was to compare; `methods` is None for all.
         differences: how the run and the comparison differ from it, in words; empty if they do not.
     """
+
+    REFERENCES: ClassVar[tuple[str, ...]] = ("task expert", "math expert", "soup", "base")
+    """The methods that others are compared with, the first that there is."""
 
     sha256: str
     reference: str
@@ -361,10 +365,10 @@ class Preregistration:
             tuple(differences),
         )
 
-
-def default_reference(families: Sequence[str]) -> str:
-    """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
-    return next((family for family in REFERENCES if family in families), families[0])
+    @classmethod
+    def default_reference(cls, families: Sequence[str]) -> str:
+        """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
+        return next((family for family in cls.REFERENCES if family in families), families[0])
 
 
 def freeze(
@@ -401,7 +405,7 @@ def freeze(
     chosen = (
         reference
         if reference is not None
-        else default_reference([family for family in families if methods is None or family in methods])
+        else Preregistration.default_reference([family for family in families if methods is None or family in methods])
     )
     content = {
         "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,

@@ -1,15 +1,12 @@
-"""Read a sweep's folder: its description, its conditions, the scores of each finished cell, and samples.
+"""Read a sweep's folder: its description, the scores of each finished cell, and samples.
 
 The folder contains sweep.json (the description), cells.jsonl (a line for each finished cell), `samples/` (a file for
 each cell), `prompts/` (a file for each task) and, after successive halving, rungs.jsonl. The folder of a sweep that is
-still running or was killed can be read too; an incomplete last line is ignored. Scores can be compared only if their
-conditions are equal.
+still running or was killed can be read too; an incomplete last line is ignored.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,63 +172,6 @@ class Findings:
         return RungResult(cell, rung, parts, {})
 
 
-_OF_TASKS = ("sha256", "primary", "num_docs")
-_NOT_COMPARED = ("source",)  # only a name; two experts are the same if their hashes are
-_DIGITS = 12
-_LONGEST = 60
-
-
-def conditions_of(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions by name, from sweep.json: `settings.num_fewshot`, `experts.math1.sha256`, …."""
-    conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
-    for part in ("base_model", "settings", "versions"):
-        conditions |= _named(part, described.get(part, {}))
-    for name, expert in described.get("experts", {}).items():
-        conditions |= _named(f"experts.{name}", expert)
-    for name, task in described.get("tasks", {}).items():
-        conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
-    if described.get("task_files"):
-        conditions["task_files"] = _digest(described["task_files"])
-    return conditions
-
-
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The conditions that differ: (name, value in `one`, value in `other`); None for a missing value.
-
-    Experts and tasks that only one of the two contains are not compared.
-    """
-    things = {_thing(name) for name in one} & {_thing(name) for name in other}
-    names = [*one, *(name for name in other if name not in one)]
-    return [
-        (name, one.get(name), other.get(name))
-        for name in names
-        if one.get(name) != other.get(name) and _thing(name) in {None, *things}
-    ]
-
-
-def shown_value(value: Any) -> str:
-    """A value for an error message."""
-    text = "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def _thing(name: str) -> str | None:
-    """The expert or task that a condition belongs to; None for conditions of the whole sweep."""
-    return name.rpartition(".")[0] if name.startswith(("experts.", "tasks.")) else None
-
-
-def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{part}.{key}": _digest(value) if key == "files" and value is not None else value
-        for key, value in content.items()
-        if key not in _NOT_COMPARED
-    }
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:_DIGITS]
-
-
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 PREREGISTRATION = "preregistration.json"
 FORMAT = 1
@@ -292,6 +232,32 @@ class Run:
             return ()
         finished = {result.cell.cell for result in self.results}
         return tuple(cell for cell in self.cells if cell.cell not in finished)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the scores should know: scores that are missing, outputs that were cut, tasks all at 0."""
+        lines = []
+        for task in self.tasks.values():
+            values = [result.results[task.name] for result in self.results if task.name in result.results]
+            if unscored := sum(value.value is None for value in values):
+                lines.append(
+                    f"{task.name}: {unscored:,} of {len(values):,} cells have no score: it is not a finite number, or "
+                    "beyond 1e50. They are left out, as if they were not finished. Check their outputs in samples/."
+                )
+            if cut := sum(value.cut or 0 for value in values):
+                outputs = sum(task.num_docs for value in values if value.cut is not None)
+                cells = sum(bool(value.cut) for value in values)
+                lines.append(
+                    f"{task.name}: {cut:,} of {outputs:,} outputs were cut at the token limit, in {cells:,} of "
+                    f"{len(values):,} cells. Raise max_gen_toks if answers come late."
+                )
+            if values and task.higher_is_better and all(value.value == 0 for value in values):
+                cells_text = f"all {len(values):,} cells" if len(values) > 1 else "the only cell"
+                lines.append(
+                    f"{task.name}: {cells_text} scored 0, so their scores cannot tell compositions apart. Check the "
+                    "outputs in samples/, the primary score and the token limit."
+                )
+        return lines
 
     @staticmethod
     def read(folder: str | Path) -> Run:

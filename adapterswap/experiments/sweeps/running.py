@@ -75,19 +75,27 @@ class Estimate:
 
 
 def estimate(
-    prepared: PreparedSweep, findings: Findings | None = None, *, tokens_per_second: float | None = None
+    prepared: PreparedSweep,
+    out_path: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    tokens_per_second: float | None = None,
 ) -> Estimate:
     """What `sweep` would do. Builds the prompts, which must fit the model.
 
     Args:
         prepared: the sweep.
-        findings: the results in its folder.
+        out_path: the folder of the sweep, whose results count as finished.
+        overwrite: see `sweep`.
         tokens_per_second: how fast the engine generates, in all requests together.
 
     Raises:
-        AdapterswapError: see `Exam.preview`.
+        AdapterswapError: see `Exam.preview` and `check_out_path`.
     """
-    grid, findings = prepared.grid, findings or Findings()
+    findings = Findings()
+    if out_path is not None:
+        findings = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
+    grid = prepared.grid
     previews = prepared.exam(prepared.tasks).preview()
     requests = {task.name: task.num_requests for task in previews}
     tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
@@ -223,11 +231,11 @@ def sweep(
             parameter="overrides",
         )
     if isinstance(recipe, SweepRecipe):
-        check_out_path(out_path, None, overwrite=overwrite)  # before anything is read, which may take long
-        prepared = prepare(recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code)
-    else:
-        prepared = recipe
-
+        recipe = prepare(
+            recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code,
+            out_path=out_path, overwrite=overwrite,
+        )  # fmt: skip
+    prepared = recipe
     prepared.settings.check_processes(processes.count)
     if not processes.main:
         return follow(prepared, processes, device, dtype)

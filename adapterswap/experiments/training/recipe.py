@@ -13,7 +13,7 @@ from __future__ import annotations
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -249,9 +249,6 @@ class TrainingOptions(FiniteModel):
     )
 
 
-ROW_PATHS = ("datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*", "selection.include_path")
-"""Keys that may be local paths, relative to the recipe file that sets them."""
-
 Scalar = str | int | float | bool
 
 
@@ -395,6 +392,11 @@ class Validation(FiniteModel):
 class TrainRecipe(StrictModel):
     """The recipe of an expert: its base, its rows and its training."""
 
+    PATHS: ClassVar[tuple[str, ...]] = (
+        "datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*", "selection.include_path"
+    )  # fmt: skip
+    """Keys that may be local paths, relative to the recipe file that sets them."""
+
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
     out_path: str | None = Field(default=None, description="The folder to write, unless you pass --out-path.")
     start: Start | None = Field(
@@ -532,6 +534,6 @@ class TrainRecipe(StrictModel):
             NotFoundError: the file does not exist.
             FieldError: lists every mistake in the recipe.
         """
-        recipe = read_recipe(path, TrainRecipe, overrides, paths=ROW_PATHS, kind="train")
+        recipe = read_recipe(path, TrainRecipe, overrides, paths=TrainRecipe.PATHS, kind="train")
         recipe._folder = Path(path).parent
         return recipe

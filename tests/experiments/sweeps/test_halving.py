@@ -16,7 +16,6 @@ from adapterswap.experiments.sweeps import Run, SweepProgress, SweepRecipe, prep
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.experiments.sweeps.preparing import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Halving, Search
-from adapterswap.experiments.sweeps.recording import check_out_path
 from adapterswap.experiments.sweeps.results import Findings, RungResult, TaskValue
 from adapterswap.experiments.sweeps.running import estimate
 from adapterswap.experiments.sweeps.search import ask, rungs
@@ -179,7 +178,7 @@ def test_an_interrupted_search_asks_the_same_questions(
             lines = path.read_bytes().splitlines(keepends=True)
             torn = lines[kept][:20]
             (tmp_path / "cut" / path.name).write_bytes(b"".join(lines[:kept]) + torn)
-        result = estimate(prepared, check_out_path(tmp_path / "cut", prepared.described, overwrite=False))
+        result = estimate(prepared, tmp_path / "cut")
         assert (result.cells, result.finished) == (4 + 2 * 8, kept_cells)
         sweep(prepared, tmp_path / "cut", device="cpu")
         assert plain(tmp_path / "cut") == plain(undisturbed)
