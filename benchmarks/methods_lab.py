@@ -34,8 +34,9 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.experiments.lab.bases import NUM_LAYERS, write_base
 from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows, source_rows
-from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, exact_match, train_expert
-from adapterswap.experiments.lab.study import run_seeds, summarize
+from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, train_expert
+from adapterswap.experiments.lab.seeds import run_seeds
+from adapterswap.experiments.lab.study import summarize
 from adapterswap.experiments.lab.tasks import LabRow
 from adapterswap.experiments.reporting.statistics import bootstrap
 
@@ -235,7 +236,7 @@ def answers(job: Job, *questions: Questions) -> list[NDArray[np.bool_]]:
     with TemporaryDirectory() as scratch:
         folder = base if plan is None else merge(plan, base, out_path=Path(scratch) / "merged")
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        return [exact_match(model, asked) for asked in questions]
+        return [asked.exact_match(model) for asked in questions]
 
 
 def _marks(right: NDArray[np.bool_]) -> str:

@@ -27,7 +27,8 @@ from adapterswap import Composition, compose
 from adapterswap.experiments.lab.bases import NUM_LAYERS, write_base
 from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows
 from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, train_expert
-from adapterswap.experiments.lab.study import run_seeds, summarize
+from adapterswap.experiments.lab.seeds import run_seeds
+from adapterswap.experiments.lab.study import summarize
 from adapterswap.experiments.lab.tasks import LabRow
 
 PAIR = ("math", "language")

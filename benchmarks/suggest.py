@@ -30,7 +30,7 @@ from adapterswap.experiments.analysis.suggesting import (
 )
 from adapterswap.experiments.lab.bases import NUM_LAYERS
 from adapterswap.experiments.lab.scenes import SCENES, draw_problems
-from adapterswap.experiments.lab.seed import ZONES, Questions, exact_match
+from adapterswap.experiments.lab.seed import ZONES, Questions
 
 ROWS = {"task": "math", "language": "language"}  # the lab's names for the rows of each side
 
@@ -52,7 +52,7 @@ def judge_seed(folder: Path, scene: str, texts: int) -> dict[str, tuple[float, A
 
     def accuracy(wanted: Plan, part: str = "test") -> float:
         with composer.use(wanted):
-            return float(exact_match(model, problems[part]).mean())
+            return float(problems[part].exact_match(model).mean())
 
     test = {zone: accuracy(swap) for zone, swap in swaps.items()}
     development = {zone: accuracy(swap, "development") for zone, swap in swaps.items()}

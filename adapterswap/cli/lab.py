@@ -110,13 +110,12 @@ def run_constructed(
         return
     with _progress(seeds) as progress:
         study = plan.run(jobs=jobs, tell=progress.tell, finished=progress.finish)
-    from adapterswap.experiments.lab.run import CAVEAT, results, tables
-
+    content = study.to_json()
     if as_json:
-        print_json({"dry_run": False, **results(study)})
+        print_json({"dry_run": False, **content})
     else:
-        print_table(*tables(study))
-        echo(CAVEAT)
+        print_table(*study.tables())
+        echo(content["caveat"])
     note_output(out_path, "report.html, results.json, answers.jsonl, pictures, each seed's models")
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 

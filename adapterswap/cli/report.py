@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adapterswap.experiments.reporting import Report
-    from adapterswap.experiments.reporting.headline import MethodRow, ScoreDifference, Target
+    from adapterswap.experiments.reporting.headline import MethodRow, Target
 
 
 _WIDTH = 140  # characters, without a terminal
@@ -117,8 +117,6 @@ def _names(options: tuple[str, ...]) -> list[str] | None:
 
 
 def _print(report: Report) -> None:
-    from adapterswap.experiments.reporting.statistics import MIN_LEVELS, MIN_UNITS
-
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
     left_out: dict[str, None] = {}
     for target in report.targets:
@@ -136,19 +134,7 @@ def _print(report: Report) -> None:
                 f"{', '.join(report.ranking.single)} compose nothing and raise χ², since they are far from the others; "
                 "use --methods compositions to leave them out"
             )
-    elif ranks is not None and ranks.statistic is not None:
-        note(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
-    if report.why_no_wilcoxon:
-        note(report.why_no_wilcoxon)
-    for target in report.targets:
-        if target.of_corpus:
-            note(f"No intervals for {target.task}: it has one score for the whole corpus")
-        elif target.report < MIN_LEVELS:
-            note(f"No intervals for {target.task}: {target.report} documents, at least {MIN_LEVELS} are needed")
-        elif any(row.difference is not None and row.difference.low is None for row in target.rows):
-            varying = "seeds" if report.kind == "lab" else "experts"
-            note(f"{target.task}: no intervals (–) where only two {varying} vary; at least {MIN_LEVELS} are needed")
-    for remark in report.remarks if report.kind == "sweep" else ():
+    for remark in (*report.untested, *(report.remarks if report.kind == "sweep" else ())):
         note(remark)
     if report.preregistration is not None:
         differences = "; ".join(report.preregistration.differences)
@@ -200,15 +186,14 @@ def _cells(row: MethodRow) -> list[str]:
             (several.min if several else None, spread.mean if spread else None, several.max if several else None),
         ),
         "–" if difference is None else _signed(difference.mean),
-        _interval(difference),
+        _interval(row),
         *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
     ]
 
 
-def _interval(difference: ScoreDifference | None) -> str:
-    if difference is None or difference.low is None or difference.high is None:
-        return "–"
-    return f"{_signed(difference.low)} … {_signed(difference.high)}"
+def _interval(row: MethodRow) -> str:
+    interval = row.difference and row.difference.interval
+    return " … ".join(map(_signed, interval)) if interval else "–"
 
 
 def _signed(value: float) -> str:

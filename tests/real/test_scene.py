@@ -87,7 +87,6 @@ def test_an_evaluation_is_a_plain_loop_over_whole_texts(base: Path, tokenizer: A
 
 def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> None:
     pytest.importorskip("gradio")
-    from adapterswap.experiments.lab.seed import exact_match
     from adapterswap.experiments.studio.choice import first_choice
     from adapterswap.experiments.studio.html import meaning_html
     from adapterswap.experiments.studio.workspace import open_lab
@@ -111,7 +110,7 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
     assert f"Expected answer: <b>{first.answer}</b>" in meaning_html(lab, first.prompt("fr"))
     problems = lab.problems[:4]
     with workspace.holding(workspace.composition(choice)), torch.no_grad():
-        marks = exact_match(workspace.live.model, lab.asked(problems, "fr"))
+        marks = lab.asked(problems, "fr").exact_match(workspace.live.model)
         for problem, mark in zip(problems, marks, strict=True):
             ids = tokenizer(problem.prompt("fr"), return_tensors="pt")["input_ids"]
             wanted = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]

@@ -1,19 +1,17 @@
-"""The whole lab: run a study, write its folder, its tables and its pictures."""
+"""The whole lab: run a study, write its folder and its pictures."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap import __version__
 from adapterswap.experiments.lab.bases import shipped_file
 from adapterswap.experiments.lab.scenes import Scene
 from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult, Sizes
-from adapterswap.experiments.lab.study import Finished, SeedReporter, Study, Summary, run_study
+from adapterswap.experiments.lab.seeds import Finished, SeedReporter, run_study
+from adapterswap.experiments.lab.study import LAB_FORMAT, Study
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import STYLE, looks, new_figure, save, tidy
 from adapterswap.kit.errors import visible
@@ -22,120 +20,6 @@ from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.table import Table
-
-LAB_FORMAT = "adapterswap-lab/1"
-CAVEAT = (
-    "A constructed demonstration of a mechanism on models of 0.4 million parameters. It is not evidence for the "
-    "numbers of the layer-swapping papers, or for any real language."
-)
-_COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
-_REPORTED_LIBRARIES = ("torch", "transformers", "peft", "trl")
-
-
-def tables(study: Study) -> Iterator[Table]:
-    """The scores, the paired differences, and the scores by number of unfamiliar words."""
-    from rich.table import Table
-
-    number = len(study.seeds)
-    problems = len(study.seeds[0].unfamiliar)
-    over = f"{number} seed{'s' if number > 1 else ''} × {problems} held-out problems"
-
-    spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
-    scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
-    for heading in ("method", "xx math", "English math", "description"):
-        scores.add_column(heading, justify="right" if "math" in heading else "left", no_wrap=heading != "description")
-    for method, description in METHODS.items():
-        values = [_with_spread(study.score(method, language)) for language in ("xx", "en")]
-        scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
-    yield scores
-
-    differences = Table(
-        title="Layer swap minus the other method, xx math, paired\n"
-        "(clearly: a seed's 95 % interval over its problems excludes 0)",
-        title_justify="left",
-    )
-    for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
-        differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
-    for method in _COMPARED:
-        paired = study.against(method)
-        summary = paired.over_seeds
-        differences.add_row(
-            method,
-            f"{summary.mean:+.3f}",
-            "" if summary.interval is None else _interval(summary.mean, summary.interval),
-            f"{paired.won} : {paired.lost} of {number}",
-            " ".join(f"{value:+.3f}" for value in summary.values),
-        )
-    yield differences
-
-    if study.scene.unfamiliar:
-        groups = {method: study.by_unfamiliar(method) for method in METHODS}
-        words = Table(title="xx math by unfamiliar words", title_justify="left")
-        words.add_column("method")
-        for label in groups["base"]:
-            words.add_column(label, justify="right")
-        for method, by_label in groups.items():
-            words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
-        yield words
-
-
-def _interval(mean: float, half: float) -> str:
-    """The ends of the interval of a difference of shares, which is never beyond -1 and 1."""
-    return f"[{max(mean - half, -1.0):+.3f}, {min(mean + half, 1.0):+.3f}]"
-
-
-def _with_spread(summary: Summary) -> str:
-    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
-
-
-def results(study: Study) -> dict[str, Any]:
-    """All results as plain data, except the single answers."""
-    scene = study.scene
-    return {
-        "format": LAB_FORMAT,
-        "caveat": CAVEAT,
-        "scene": {"name": scene.name, "question": scene.question, "unfamiliar": sorted(scene.unfamiliar)},
-        "methods": METHODS,
-        "problems": len(study.seeds[0].unfamiliar),
-        "seeds": [
-            {
-                "seed": seed.seed,
-                "bottom": seed.bottom,
-                "top": seed.top,
-                "scale": seed.scale,
-                "development": {
-                    "grid": [{"bottom": b, "top": u, "xx": value} for (b, u), value in seed.grid.items()],
-                    "scales": [{"scale": scale, "xx": value} for scale, value in seed.scales.items()],
-                },
-                "test": {
-                    method: {language: float(right.mean()) for language, right in by_language.items()}
-                    for method, by_language in seed.right.items()
-                },
-                "training_losses": seed.losses,
-            }
-            for seed in study.seeds
-        ],
-        "scores": {
-            method: {language: asdict(study.score(method, language)) for language in ("xx", "en")} for method in METHODS
-        },
-        "layer_swap_minus": {method: asdict(study.against(method)) for method in _COMPARED},
-        "by_unfamiliar_words": {
-            method: {label: asdict(summary) for label, summary in study.by_unfamiliar(method).items()}
-            for method in METHODS
-        },
-        "versions": {"adapterswap": __version__, **{name: version(name) for name in _REPORTED_LIBRARIES}},
-    }
-
-
-def answers(study: Study) -> Iterator[dict[str, Any]]:
-    """A row per seed, method and language, with a character per test problem: 1 for right, 0 for wrong."""
-    for seed in study.seeds:
-        for method, by_language in seed.right.items():
-            for language, right in by_language.items():
-                marks = "".join("01"[int(value)] for value in right)
-                yield {"seed": seed.seed, "method": method, "language": language, "right": marks}
-
 
 _PICTURES = {"scores": "scores", "landscape": "grid"}  # the report's figures that are also written as PNG
 _WIDTH = 6.75  # inches
@@ -234,24 +118,19 @@ class LabPlan:
             AdapterswapError: a seed failed; see `run_study`.
         """
         require("lab")
-        from adapterswap.experiments.reporting import lab_source, make_report, write_files
-        from adapterswap.experiments.reporting.figures import plan_figures
+        from adapterswap.experiments.reporting.writing import write_lab_report
 
         with LAB.folder(self.out_path, overwrite=self.overwrite) as folder:
             study = run_study(
                 self.scene, self.seeds, folder, rebuild_base=self.rebuild_base, sizes=self.sizes, jobs=jobs, tell=tell,
                 finished=finished,
             )  # fmt: skip
-            content, rows = results(study), list(answers(study))
+            content, rows = study.to_json(), list(study.answers())
             text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
             (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
             (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             name = expand(self.out_path).resolve().name
-            report = make_report(lab_source(folder, json.loads(text), rows, name=name))
-            write_files(report, folder)
-            for figure in plan_figures(report)[0]:
-                if figure.kind in _PICTURES:
-                    save(figure.draw(_WIDTH), folder, _PICTURES[figure.kind], ["png"])
+            write_lab_report(folder, json.loads(text), rows, name=name, pictures=_PICTURES, width=_WIDTH)
             if self.scene.unfamiliar:
                 with STYLE.applied():
                     save(_words(study), folder, "words", ["png"])

@@ -65,17 +65,16 @@ class Questions:
             in_answer = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
             self.batches.append((chosen, ids, in_answer))
 
+    def exact_match(self, model: Any) -> NDArray[np.bool_]:
+        """Whether the model's greedy answer to each problem is right in every token (problems,)."""
+        import torch
 
-def exact_match(model: Any, questions: Questions) -> NDArray[np.bool_]:
-    """Whether the model's greedy answer to each problem is right in every token (problems,)."""
-    import torch
-
-    right = np.zeros(questions.number, bool)
-    with torch.inference_mode():
-        for chosen, ids, in_answer in questions.batches:
-            likeliest = model(input_ids=ids).logits[:, :-1].argmax(-1)
-            right[chosen] = ((likeliest == ids[:, 1:]) | ~in_answer).all(-1).numpy()
-    return right
+        right = np.zeros(self.number, bool)
+        with torch.inference_mode():
+            for chosen, ids, in_answer in self.batches:
+                likeliest = model(input_ids=ids).logits[:, :-1].argmax(-1)
+                right[chosen] = ((likeliest == ids[:, 1:]) | ~in_answer).all(-1).numpy()
+        return right
 
 
 # In the order of the table, with descriptions.
@@ -297,9 +296,9 @@ class _LoadedPair:
     def right(self, plan: Plan | None, questions: Questions) -> NDArray[np.bool_]:
         if plan is None:
             with self.model.disable_adapter():
-                return exact_match(self.model, questions)
+                return questions.exact_match(self.model)
         with self.composer.use(plan):
-            return exact_match(self.model, questions)
+            return questions.exact_match(self.model)
 
     def accuracy(self, plan: Plan, questions: Questions) -> float:
         return float(self.right(plan, questions).mean())

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from adapterswap.experiments.lab import word_problems
 from adapterswap.experiments.lab.french import BOTTOM, EXPERTS, FRENCH_FORMAT, TOP
-from adapterswap.experiments.lab.run import LAB_FORMAT
 from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems
 from adapterswap.experiments.lab.seed import Questions
+from adapterswap.experiments.lab.study import LAB_FORMAT
 from adapterswap.experiments.lab.world import LANGUAGES
 from adapterswap.kit.errors import DataError, NotFoundError
 from adapterswap.kit.files.inside import read_inside

@@ -1,31 +1,29 @@
-"""Run seeds in parallel, each in its own process, and combine their results: means, spreads, paired differences.
-
-A seed is a base and its experts, so seeds are independent; they share their problems. Each seed runs on one thread, so
-its numbers do not depend on how many run at once.
-"""
+"""The results of all seeds together: means, spreads, paired differences."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import queue
-import signal
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from adapterswap import __version__
 from adapterswap.experiments.lab.scenes import Scene
-from adapterswap.experiments.lab.seed import DEFAULT_SIZES, SeedResult, Sizes, run_seed
-from adapterswap.kit.errors import RunError
+from adapterswap.experiments.lab.seed import METHODS, SeedResult
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LAB_FORMAT = "adapterswap-lab/1"
+CAVEAT = (
+    "A constructed demonstration of a mechanism on models of 0.4 million parameters. It is not evidence for the "
+    "numbers of the layer-swapping papers, or for any real language."
+)
+_COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
+_REPORTED_LIBRARIES = ("torch", "transformers", "peft", "trl")
 _NORMAL = 1.959964
 
 
@@ -93,15 +91,6 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
     )
 
 
-SeedReporter = Callable[[int, str, float], None]
-_Result = TypeVar("_Result")
-Finished = Callable[[int, _Result], None]
-"""Called with a seed and its result, as soon as it has one."""
-
-_SeedFunction = Callable[[int, Callable[[str, float], None]], _Result]
-_POLL_SECONDS = 0.2
-
-
 @dataclass(frozen=True)
 class Study:
     """The results of all seeds. Accuracies are shares of the test problems, 0…1."""
@@ -129,110 +118,106 @@ class Study:
             if chosen.any()
         }
 
+    def to_json(self) -> dict[str, Any]:
+        """All results as plain data, except the single answers."""
+        scene = self.scene
+        return {
+            "format": LAB_FORMAT,
+            "caveat": CAVEAT,
+            "scene": {"name": scene.name, "question": scene.question, "unfamiliar": sorted(scene.unfamiliar)},
+            "methods": METHODS,
+            "problems": len(self.seeds[0].unfamiliar),
+            "seeds": [
+                {
+                    "seed": seed.seed,
+                    "bottom": seed.bottom,
+                    "top": seed.top,
+                    "scale": seed.scale,
+                    "development": {
+                        "grid": [{"bottom": b, "top": u, "xx": value} for (b, u), value in seed.grid.items()],
+                        "scales": [{"scale": scale, "xx": value} for scale, value in seed.scales.items()],
+                    },
+                    "test": {
+                        method: {language: float(right.mean()) for language, right in by_language.items()}
+                        for method, by_language in seed.right.items()
+                    },
+                    "training_losses": seed.losses,
+                }
+                for seed in self.seeds
+            ],
+            "scores": {
+                method: {language: asdict(self.score(method, language)) for language in ("xx", "en")}
+                for method in METHODS
+            },
+            "layer_swap_minus": {method: asdict(self.against(method)) for method in _COMPARED},
+            "by_unfamiliar_words": {
+                method: {label: asdict(summary) for label, summary in self.by_unfamiliar(method).items()}
+                for method in METHODS
+            },
+            "versions": {"adapterswap": __version__, **{name: version(name) for name in _REPORTED_LIBRARIES}},
+        }
 
-def run_study(
-    scene: Scene,
-    seeds: int,
-    folder: Path,
-    *,
-    rebuild_base: bool = False,
-    sizes: Sizes = DEFAULT_SIZES,
-    jobs: int | None = None,
-    tell: SeedReporter = lambda seed, step, share: None,
-    finished: Finished[SeedResult] = lambda seed, result: None,
-) -> Study:
-    """Run seeds 0…`seeds`-1, each in `folder`/seed-N.
+    def answers(self) -> Iterator[dict[str, Any]]:
+        """A row per seed, method and language, with a character per test problem: 1 for right, 0 for wrong."""
+        for seed in self.seeds:
+            for method, by_language in seed.right.items():
+                for language, right in by_language.items():
+                    marks = "".join("01"[int(value)] for value in right)
+                    yield {"seed": seed.seed, "method": method, "language": language, "right": marks}
 
-    Args:
-        rebuild_base: pretrain the bases even if they are shipped.
-        sizes: numbers of problems.
-        jobs: seeds at once; by default as many as there are cores.
-        tell: called with a seed, its current step, and its finished share.
-        finished: called with a seed and its result, as soon as it has one.
-    """
-    run_one = partial(_run_one, scene, folder, rebuild_base, sizes)
-    return Study(scene, tuple(run_seeds(run_one, range(seeds), jobs=jobs, tell=tell, finished=finished)))
+    def tables(self) -> Iterator[Table]:
+        """The scores, the paired differences, and the scores by number of unfamiliar words."""
+        from rich.table import Table
 
+        number = len(self.seeds)
+        problems = len(self.seeds[0].unfamiliar)
+        over = f"{number} seed{'s' if number > 1 else ''} × {problems} held-out problems"
 
-def run_seeds(
-    function: _SeedFunction[_Result],
-    seeds: Sequence[int],
-    *,
-    jobs: int | None = None,
-    tell: SeedReporter = lambda seed, step, share: None,
-    finished: Finished[_Result] = lambda seed, result: None,
-) -> list[_Result]:
-    """The results of `function(seed, tell)` for each seed, each in its own process, on one thread.
+        spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
+        scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
+        for heading in ("method", "xx math", "English math", "description"):
+            scores.add_column(
+                heading, justify="right" if "math" in heading else "left", no_wrap=heading != "description"
+            )
+        for method, description in METHODS.items():
+            values = [_with_spread(self.score(method, language)) for language in ("xx", "en")]
+            scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
+        yield scores
 
-    Args:
-        function: a function that can be pickled.
-        jobs, tell, finished: as for `run_study`.
-    """
-    context = multiprocessing.get_context("spawn")  # a forked torch may hang
-    news: Any = context.Queue()
-    workers = max(1, min(len(seeds), jobs or os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
-        futures = {seed: pool.submit(_run, function, seed) for seed in seeds}
-        try:
-            _follow(futures, news, tell, finished)
-            return [future.result() for future in futures.values()]
-        except BrokenProcessPool:
-            raise RunError(
-                "A seed's process was killed", "Free some memory, or use fewer `jobs`", parameter="jobs"
-            ) from None
-        finally:
-            for future in futures.values():
-                future.cancel()
+        differences = Table(
+            title="Layer swap minus the other method, xx math, paired\n"
+            "(clearly: a seed's 95 % interval over its problems excludes 0)",
+            title_justify="left",
+        )
+        for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
+            differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
+        for method in _COMPARED:
+            paired = self.against(method)
+            summary = paired.over_seeds
+            differences.add_row(
+                method,
+                f"{summary.mean:+.3f}",
+                "" if summary.interval is None else _interval(summary.mean, summary.interval),
+                f"{paired.won} : {paired.lost} of {number}",
+                " ".join(f"{value:+.3f}" for value in summary.values),
+            )
+        yield differences
 
-
-_news: Any = None  # in a worker process: the queue to the parent
-
-
-def _begin(news: Any) -> None:
-    """Set up a worker process: its queue, one thread, and no traceback when the user interrupts."""
-    global _news
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    _news = news
+        if self.scene.unfamiliar:
+            groups = {method: self.by_unfamiliar(method) for method in METHODS}
+            words = Table(title="xx math by unfamiliar words", title_justify="left")
+            words.add_column("method")
+            for label in groups["base"]:
+                words.add_column(label, justify="right")
+            for method, by_label in groups.items():
+                words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
+            yield words
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent process ends; if it was killed, the worker would wait for work forever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _interval(mean: float, half: float) -> str:
+    """The ends of the interval of a difference of shares, which is never beyond -1 and 1."""
+    return f"[{max(mean - half, -1.0):+.3f}, {min(mean + half, 1.0):+.3f}]"
 
 
-def _run(run_one: _SeedFunction[_Result], seed: int) -> _Result:
-    def tell(step: str, share: float) -> None:
-        _news.put((seed, step, share))
-
-    return run_one(seed, tell)
-
-
-def _run_one(
-    scene: Scene, folder: Path, rebuild_base: bool, sizes: Sizes, seed: int, tell: Callable[[str, float], None]
-) -> SeedResult:
-    return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
-
-
-def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter, finished: Finished[_Result]) -> None:
-    """Pass on the workers' news, and each result when it is there, until all have finished or one has failed."""
-    waiting = dict(futures)
-    while waiting and not any(future.done() and future.exception() for future in futures.values()):
-        wait(waiting.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
-        ended = [seed for seed, future in waiting.items() if future.done()]
-        while True:
-            try:
-                seed, step, share = news.get_nowait()
-            except queue.Empty:
-                break
-            if seed in waiting and seed not in ended:  # a worker's last news may arrive after its result
-                tell(seed, step, share)
-        for seed in ended:
-            if not waiting.pop(seed).exception():
-                finished(seed, futures[seed].result())
+def _with_spread(summary: Summary) -> str:
+    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")

@@ -6,8 +6,8 @@ package imports neither scipy nor jinja2.
 
 from __future__ import annotations
 
-from adapterswap.experiments.reporting.reading import ReportSource, lab_source, open_source
+from adapterswap.experiments.reporting.reading import ReportSource, open_source
 from adapterswap.experiments.reporting.report import Report, make_report
-from adapterswap.experiments.reporting.writing import write_files, write_report
+from adapterswap.experiments.reporting.writing import write_report
 
-__all__ = ["Report", "ReportSource", "lab_source", "make_report", "open_source", "write_files", "write_report"]
+__all__ = ["Report", "ReportSource", "make_report", "open_source", "write_report"]

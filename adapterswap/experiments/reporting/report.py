@@ -41,7 +41,7 @@ from adapterswap.experiments.reporting.relations import (
     indicators,
     ranking,
 )
-from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
+from adapterswap.experiments.reporting.statistics import LEVEL, MIN_LEVELS, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
 from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.dependencies import require
@@ -347,6 +347,25 @@ class Report:
     def __repr__(self) -> str:
         tasks = ", ".join(target.task for target in self.targets)
         return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
+
+    @property
+    def untested(self) -> list[str]:
+        """Why p-values and intervals are missing, in sentences."""
+        ranks = self.ranking.ranks if self.ranking is not None else None
+        lines = []
+        if ranks is not None and ranks.p is None and ranks.statistic is not None:
+            lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
+        lines += [self.why_no_wilcoxon] if self.why_no_wilcoxon else []
+        varying = "seeds" if self.kind == "lab" else "experts"
+        for target in self.targets:
+            task, least = target.task, f"at least {MIN_LEVELS} are needed"
+            if target.of_corpus:
+                lines.append(f"No intervals for {task}: it has one score for the whole corpus")
+            elif target.report < MIN_LEVELS:
+                lines.append(f"No intervals for {task}: {target.report} documents, {least}")
+            elif any(row.difference is not None and row.difference.low is None for row in target.rows):
+                lines.append(f"{task}: no intervals (–) where only two {varying} vary; {least}")
+        return lines
 
     @property
     def why_no_wilcoxon(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -28,7 +28,7 @@ from adapterswap.experiments.reporting.figures import (
 )
 from adapterswap.experiments.reporting.headline import Target, resampled
 from adapterswap.experiments.reporting.latex import TableStyle, csv_table, latex_table
-from adapterswap.experiments.reporting.reading import open_source
+from adapterswap.experiments.reporting.reading import lab_source, open_source
 from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make_report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
@@ -288,6 +288,24 @@ def write_figures(
         }  # fmt: skip
         _write(building / _FIGURES, _json(content))
     return lacking
+
+
+def write_lab_report(
+    folder: Path, content: Mapping[str, Any], answers: Iterable[Mapping[str, Any]], *, name: str,
+    pictures: Mapping[str, str], width: float,
+) -> None:  # fmt: skip
+    """Write the report of a lab run into the run's folder, and some of its figures as PNG.
+
+    Args:
+        folder, content, answers, name: see `lab_source`.
+        pictures: kind of figure → the name of its file.
+        width: of these figures, in inches.
+    """
+    computed = make_report(lab_source(folder, content, answers, name=name))
+    write_files(computed, folder)
+    for figure in plan_figures(computed)[0]:
+        if figure.kind in pictures:
+            save(figure.draw(width), folder, pictures[figure.kind], ["png"])
 
 
 def _json(content: Mapping[str, Any]) -> str:

@@ -23,7 +23,6 @@ from adapterswap.core import Composition
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
-from adapterswap.experiments.lab.seed import exact_match
 from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
 from adapterswap.experiments.studio.workspace import Workspace
@@ -186,7 +185,7 @@ def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[
     step(0, len(problems))
     for start in range(0, len(problems), lab.step):
         chunk = problems[start : start + lab.step]
-        right += int(exact_match(workspace.live.model, lab.asked(chunk, task.removeprefix(_LAB))).sum())
+        right += int(lab.asked(chunk, task.removeprefix(_LAB)).exact_match(workspace.live.model).sum())
         step(start + len(chunk), len(problems))
     return right, len(problems)
 

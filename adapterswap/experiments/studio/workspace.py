@@ -34,7 +34,6 @@ from adapterswap.engines.serving import read_manifest
 from adapterswap.engines.serving.names import check_expert_name
 from adapterswap.experiments.analysis.analyzing import Analysis, analyze
 from adapterswap.experiments.analysis.suggesting import Suggestion, suggest
-from adapterswap.experiments.lab.seed import exact_match
 from adapterswap.experiments.lab.shown import LabProblems, find_models
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.kit.errors import (
@@ -237,11 +236,11 @@ class Workspace:
         assert self.lab is not None
         for batch, questions in enumerate(self.lab.questions[self.lab.languages[0]]):
             with self.holding(composition):
-                only = exact_match(self.live.model, questions)
+                only = questions.exact_match(self.live.model)
             for other in (None, *map(alone, composition.expert_names)):
                 if only.any():
                     with self.holding(other):
-                        only &= ~exact_match(self.live.model, questions)
+                        only &= ~questions.exact_match(self.live.model)
             if only.any():
                 return batch * self.lab.step + int(only.argmax())
         return 0
@@ -265,7 +264,7 @@ class Workspace:
                 for asked in chunks:
                     if stopped is not None and stopped.is_set():
                         return None
-                    right += int(exact_match(self.live.model, asked).sum())
+                    right += int(asked.exact_match(self.live.model).sum())
                     step_aside()
                 found[language] = (right, len(self.lab.problems))
         return found

@@ -17,7 +17,7 @@ from adapterswap import layer_swap
 from adapterswap.core.methods.registry import BUILT_IN
 from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.lab.scenes import SCENES, draw_problems, source_rows
-from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.lab.seed import Questions
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "methods_lab.py"
 
@@ -68,7 +68,7 @@ def test_a_small_seed(tmp_path: Path) -> None:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place / base), adapter).eval()
         marks = (rows[name]["xx"][str(rows[name]["chosen"]["all"])], rows[name]["en"])
         for mark, questions in zip(marks, (Questions(test, "xx"), Questions(test[:20], "en")), strict=True):
-            assert mark == "".join("01"[right] for right in exact_match(model, questions).astype(int)), name
+            assert mark == "".join("01"[right] for right in questions.exact_match(model).astype(int)), name
 
     drawn, own = (load_file(place / name / "adapter_model.safetensors") for name in ("random", "language"))
     for key in (key for key in own if "lora_A" in key):

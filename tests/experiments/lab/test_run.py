@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from adapterswap import AdapterswapError, layer_swap
 from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab
 from adapterswap.experiments.lab.bases import write_base
-from adapterswap.experiments.lab.run import CAVEAT, LAB, results, tables
+from adapterswap.experiments.lab.run import LAB
 from adapterswap.experiments.lab.scenes import draw_problems
-from adapterswap.experiments.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult, exact_match
+from adapterswap.experiments.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult
+from adapterswap.experiments.lab.study import CAVEAT
 from adapterswap.kit.errors import BaseModelError
 from adapterswap.kit.files.folders import strangers
 
@@ -49,7 +50,7 @@ def test_scoring_equals_greedy_generation(run: Run) -> None:
     marks = []
     for language in ("en", "xx"):
         problems = draw_problems(SCENES["gap"], "test", 40)
-        fast = exact_match(model, Questions(problems, language))
+        fast = Questions(problems, language).exact_match(model)
         for problem, mark in zip(problems, fast, strict=True):
             prompt = tokenizer(problem.prompt(language), return_tensors="pt", return_token_type_ids=False)
             with torch.inference_mode():
@@ -79,7 +80,7 @@ def test_written_adapters_score_as_the_live_ones(run: Run, name: str, method: st
     with (run.folder / "answers.jsonl").open() as file:
         told = {(row["method"], row["language"]): row["right"] for row in map(json.loads, file)}
     for language in ("en", "xx"):
-        right = exact_match(expert(run, name), Questions(problems, language))
+        right = Questions(problems, language).exact_match(expert(run, name))
         assert "".join("01"[mark] for mark in right.astype(int)) == told[method, language]
 
 
@@ -96,7 +97,7 @@ def test_the_folder(run: Run) -> None:
     assert listed == sorted(str(path.relative_to(run.folder)) for path in run.folder.rglob("*") if path.is_file())
     weights = {name for name in listed if name.endswith(".safetensors")}
     assert content.pop("fingerprints").keys() == weights
-    assert content == json.loads(json.dumps(results(run.study)))
+    assert content == json.loads(json.dumps(run.study.to_json()))
     assert content["caveat"] == CAVEAT
     assert content["seeds"][0]["test"]["layer swap"]["xx"] == run.study.score("layer swap", "xx").mean
     summary = json.loads((run.folder / "summary.json").read_text())
@@ -152,7 +153,7 @@ def test_tables_show_means_spreads_and_paired_differences() -> None:
 
     study = made_up(3)
     console = Console(width=120, record=True, file=io.StringIO())
-    for table in tables(study):
+    for table in study.tables():
         console.print(table)
     text = console.export_text()
     swap = [float(seed.right["layer swap"]["xx"].mean()) for seed in study.seeds]

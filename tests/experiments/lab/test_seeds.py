@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.experiments.lab.study import run_seeds
+from adapterswap.experiments.lab.seeds import run_seeds
 
 pytestmark = pytest.mark.slow
 _LONGEST_S = 60

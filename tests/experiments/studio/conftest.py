@@ -14,8 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from adapterswap.experiments.lab.bases import write_base
-from adapterswap.experiments.lab.run import LAB_FORMAT
 from adapterswap.experiments.lab.scenes import SCENES
+from adapterswap.experiments.lab.study import LAB_FORMAT
 from adapterswap.experiments.studio.workspace import Workspace, open_lab
 
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
+from adapterswap.experiments.lab.seed import Questions
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.workspace import Workspace, open_workspace
@@ -107,14 +108,14 @@ def test_a_task_that_does_not_fit_the_model_is_reported(visit: Visit) -> None:
 
 def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     going, released = threading.Event(), threading.Event()
-    exact_match = evaluating.exact_match
+    exact_match = Questions.exact_match
 
     def held(*arguments: Any) -> Any:
         going.set()
         assert released.wait(900)
         return exact_match(*arguments)
 
-    monkeypatch.setattr(evaluating, "exact_match", held)
+    monkeypatch.setattr(Questions, "exact_match", held)
     page = visit(QUERY)
     page.get_by_role("tab", name="Evaluate").click()
     page.locator("#evaluate").click()

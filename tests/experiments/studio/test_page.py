@@ -24,7 +24,7 @@ from adapterswap.cli import main
 from adapterswap.core.methods.registry import find_method
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.experiments.lab.scenes import SCENES, draw_problems
-from adapterswap.experiments.lab.seed import Questions, exact_match
+from adapterswap.experiments.lab.seed import Questions
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address
 from adapterswap.experiments.studio.controls import presets
@@ -207,7 +207,7 @@ def test_answers_are_those_of_each_composition_alone(visit: Visit, workspace: Wo
         workspace.lab.languages, page.locator("#scores .score b").all_inner_texts(), strict=True
     ):
         with workspace.turns.turn(), workspace.live.use(composition):
-            right = exact_match(workspace.live.model, Questions(workspace.lab.problems, language))
+            right = Questions(workspace.lab.problems, language).exact_match(workspace.live.model)
         assert score == f"{int(right.sum())} / {len(right)}"
     page.locator("#scores small", has_text="math").first.wait_for()
     ticks = [
@@ -280,7 +280,7 @@ def test_evaluations_collect_rows_that_survive_a_reload(visit: Visit, workspace:
     assert workspace.lab is not None
     composition = workspace.composition(from_address(query, first_choice(["math", "language"])))
     with workspace.turns.turn(), workspace.live.use(composition):
-        right = exact_match(workspace.live.model, Questions(workspace.lab.problems, "xx"))
+        right = Questions(workspace.lab.problems, "xx").exact_match(workspace.live.model)
     assert page.locator("#evaluated td.number").first.inner_text() == f"{int(right.sum())} / 100"
     page.locator("#evaluate").click()
     page.locator("#evaluated tbody tr").nth(1).wait_for()
@@ -412,12 +412,12 @@ def test_the_page_opens_on_a_problem_that_only_the_composition_solves(
     rights: dict[str, list[int]] = {"": [3], "math": [3, 30, 31], "language": [28], "math, language": [3, 28, 30, 33]}
     batches = {id(batch): number for number, batch in enumerate(workspace.lab.questions["xx"] if workspace.lab else ())}
 
-    def solved(model: Any, questions: Questions) -> Any:
+    def solved(questions: Questions, model: Any) -> Any:
         used = workspace.live.plan.composition.expert_names if workspace.live.plan else ()
         start = 25 * batches[id(questions)]
         return np.isin(np.arange(start, start + 25), rights[", ".join(used)])
 
-    monkeypatch.setattr("adapterswap.experiments.studio.workspace.exact_match", solved)
+    monkeypatch.setattr(Questions, "exact_match", solved)
     assert workspace.first_problem(composition) == 33
     rights["base"] = rights["math"] = rights["math, language"]
     assert workspace.first_problem(composition) == 0
@@ -559,7 +559,7 @@ def test_an_evaluation_lets_others_in_and_can_be_stopped(workspace: Workspace) -
     for other in others:
         other.join()
     with workspace.turns.turn(), workspace.live.use(composition):
-        right = exact_match(workspace.live.model, Questions(draw_problems(SCENES["gap"], "development", 200), "en"))
+        right = Questions(draw_problems(SCENES["gap"], "development", 200), "en").exact_match(workspace.live.model)
     assert found is not None
     assert (found.right, found.of, got) == (right.sum(), 200, [True] * 3)
     stopped = threading.Event()
@@ -587,10 +587,12 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
             wanted[language] = repr(workspace.live.plan)
     computed: list[tuple[str, str]] = []
 
-    def slow(model: Any, questions: Questions) -> Any:
+    exact_match = Questions.exact_match
+
+    def slow(questions: Questions, model: Any) -> Any:
         time.sleep(0.02)
         computed.append((spoken[id(questions)], repr(workspace.live.plan)))
-        return exact_match(model, questions)
+        return exact_match(questions, model)
 
     spoken: dict[int, str] = {}
     asked: dict[str, list[Any]] = {"xx": [], "en": []}
@@ -603,7 +605,7 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
         return kept[-1]
 
     monkeypatch.setitem(vars(workspace.lab), "asked", noted)
-    monkeypatch.setattr(evaluating, "exact_match", slow)
+    monkeypatch.setattr(Questions, "exact_match", slow)
 
     def evaluated(language: str) -> None:
         task = f"lab problems in {language}"
