@@ -46,7 +46,6 @@ def main() -> None:
 def composing(folder: Path, runs: int) -> None:
     """The composer alone, at 8B shape."""
     from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.engines.serving.cache import content_hash
 
     base, experts = folder / "base", folder / "experts"
     base.mkdir(parents=True)
@@ -56,7 +55,7 @@ def composing(folder: Path, runs: int) -> None:
     cache = Cache(folder / "cache")
     _, started = timed(lambda: NamedComposer(read_manifest(experts), str(base), cache, 128))
     composer, restarted = timed(lambda: NamedComposer(read_manifest(experts), str(base), cache, 128))
-    _, hashed = timed(lambda: [content_hash(composer.open(name), cache.memo) for name in ("math", "swahili")])
+    _, hashed = timed(lambda: [cache.hash_of(composer.open(name)) for name in ("math", "swahili")])
     swaps, soups, copies = [], [], []
     for run in range(runs):
         made, seconds = timed(lambda run=run: composer.folder(f"math+swahili@bottom={run},top=1"))
@@ -83,7 +82,6 @@ def loading(folder: Path, runs: int) -> None:
     from vllm.lora.request import LoRARequest
 
     from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
-    from adapterswap.engines.serving.cache import content_hash
     from adapterswap.engines.serving.resolver import CompositionResolver
 
     base, experts = folder / "base", folder / "experts"
@@ -97,7 +95,7 @@ def loading(folder: Path, runs: int) -> None:
     ready = [elsewhere.folder(name) for name in names]
     cache = Cache(folder / "cache")
     for name in manifest.experts:  # as `adapterswap serve` does before it starts the server
-        content_hash(elsewhere.open(name), cache.memo)
+        cache.hash_of(elsewhere.open(name))
     composer = NamedComposer(manifest, str(base), cache, 64)
     resolver = CompositionResolver(lambda _: composer)
     llm = LLM(

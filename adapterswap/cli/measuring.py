@@ -52,15 +52,7 @@ def analyze_command(
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
     """
-    from adapterswap.core import open_checkpoint
-    from adapterswap.experiments.analysis.analyzing import (
-        ANALYSIS,
-        Analysis,
-        analyze,
-        count_matrices,
-        inputs_of,
-        open_experts,
-    )
+    from adapterswap.experiments.analysis.analyzing import Analysis, analyze, count_matrices
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
@@ -69,19 +61,17 @@ def analyze_command(
     if from_csv is not None:
         analysis = Analysis.read(from_csv)
         if out_path is not None:
-            ANALYSIS.check(out_path, overwrite=overwrite, inputs=[from_csv])
-            if not dry_run:
-                analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv])
+            analysis.write(
+                out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv], dry_run=dry_run
+            )  # fmt: skip
     else:
-        opened = open_experts(_named(experts))
-        base = open_checkpoint(base_model) if base_model else None
+        named = _named(experts)
         if dry_run:
-            if out_path is not None:
-                ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
-            _print_matrices(count_matrices(opened, base), as_json=as_json)
+            counts = count_matrices(named, base_model=base_model or None, out_path=out_path, overwrite=overwrite)
+            _print_matrices(counts, as_json=as_json)
             return
         analysis = analyze(
-            opened, base_model=base, threshold=threshold, out_path=out_path, column_width=column_width,
+            named, base_model=base_model or None, threshold=threshold, out_path=out_path, column_width=column_width,
             overwrite=overwrite, bars=progress_bar,
         )  # fmt: skip
     if as_json:

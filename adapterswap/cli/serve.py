@@ -101,7 +101,6 @@ def serve_command(
 
     from adapterswap.core.planning.base import with_chains
     from adapterswap.engines.serving import NamedComposer
-    from adapterswap.engines.serving.cache import content_hash
     from adapterswap.engines.serving.vllm import Launch
     from adapterswap.kit.errors import ExpertError, Problems
 
@@ -124,7 +123,7 @@ def serve_command(
     store.collect(manifest.max_compositions)
     with working("hashing the experts"):
         for adapter in experts.values():
-            content_hash(adapter, store.memo)  # now, so that no request waits for it
+            store.hash_of(adapter)  # now, so that no request waits for it
     sys.stdout.flush()
     os.execve(launch.command[0], launch.command, {**os.environ, **launch.env})
 
@@ -163,12 +162,10 @@ def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
 
 
 def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
-    from adapterswap.engines.serving.llama_engine import KEY
-
-    count, key = len(composer.pieces), f' -H "Authorization: Bearer ${KEY}"' if launch.keys else ""
+    count = len(composer.pieces)
     base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
     remark = "The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:"
-    return _Shown({"base": base, "pieces": count}, f"{count} files of layers", [remark], key=key)
+    return _Shown({"base": base, "pieces": count}, f"{count} files of layers", [remark], key=launch.key_header)
 
 
 def _show(
@@ -184,7 +181,6 @@ def _show(
     """Print what is served: one line at the start; otherwise also the engine's command and a request."""
     from adapterswap.core.companions.companions import CompanionPlan
     from adapterswap.core.model.sources import Reference
-    from adapterswap.engines.serving.vllm import other_bases
 
     manifest, cache = composer.manifest, composer.cache.root
     example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
@@ -200,10 +196,7 @@ def _show(
         for name, adapter in experts.items():
             rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
             note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
-    lowest = {
-        name: experts[name] for name in experts if not any(name in parts[1:] for parts in manifest.chains.values())
-    }
-    for line in (*other_bases(lowest, composer.base_model), *unchecked):
+    for line in (*composer.other_bases(experts), *unchecked):
         note(f"Warning: {line}")
     for line in CompanionPlan.on_the_base(
         {name: one.source.folder for name, one in experts.items()}, Reference(composer.base_model).cached_folder

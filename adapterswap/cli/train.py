@@ -22,7 +22,7 @@ from adapterswap.cli.signature import declare
 from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
-    from adapterswap.experiments.training import TrainEstimate, TrainRecipe, TrainReport
+    from adapterswap.experiments.training import TrainEstimate, TrainReport
 
 
 @declare("train")
@@ -74,9 +74,8 @@ def train_command(
             note(line)
     how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "trust_task_code": trust_task_code}
     if dry_run:
-        _check_output(run_recipe, out_path, overwrite=overwrite, resume=resume)
         with working("reading rows", shown=Processes.is_first()):
-            expected = estimate(run_recipe, trust_task_code=trust_task_code)
+            expected = estimate(run_recipe, out_path=out_path or run_recipe.out_path or None, **how)
         content = expected.to_json
     else:
         report = train(run_recipe, out_path=out_path, progress=not is_quiet(), **how)
@@ -92,15 +91,6 @@ def train_command(
         _print_estimate(expected)
     else:
         _print_report(report)
-
-
-def _check_output(recipe: TrainRecipe, out_path: str | None, *, overwrite: bool, resume: bool) -> None:
-    """Refuse the output that the run itself would refuse; a dry run needs none."""
-    from adapterswap.experiments.training.run import check_output
-    from adapterswap.kit.files.text import expand
-
-    if folder := out_path or recipe.out_path:
-        check_output(expand(folder), recipe.inputs, resume=resume, overwrite=overwrite)
 
 
 def _print_estimate(expected: TrainEstimate) -> None:

@@ -187,6 +187,12 @@ def find_layers(model: PeftModel) -> dict[str, Any]:
     return layers
 
 
+def factors_by_module(model: PeftModel, name: str) -> dict[str, LoadedFactors]:
+    """An adapter's tensors at all LoRA layers, by the names of `find_layers`."""
+    found = ((module, factors(layer, name)) for module, layer in find_layers(model).items())
+    return {module: tensors for module, tensors in found if tensors is not None}
+
+
 def parameter_of(layer: Any) -> str | None:
     """The name, within its module, of the parameter that a LoRA layer adapts; None if it adapts a module."""
     return getattr(layer, "parameter_name", None)

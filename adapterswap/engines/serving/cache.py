@@ -67,18 +67,6 @@ def _digest(known: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def content_hash(adapter: Adapter, memo: Memo) -> str:
-    """SHA-256 of an adapter's safetensors file, in hexadecimal. The file is read again only if its stamp is new."""
-    file = adapter.file
-    key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"
-    weights = memo.get(key)
-    if not isinstance(weights, str):
-        with file.open() as opened:
-            weights = hashlib.file_digest(opened, "sha256").hexdigest()
-        memo.put(key, weights)
-    return weights
-
-
 _MEMO = "known.json"
 _WAIT_S = 600  # for another process that makes the same folder; it may have to read from a slow disk
 
@@ -133,6 +121,17 @@ class Cache:
         except OSError as error:
             raise self._unwritable(error) from None
         return descriptor
+
+    def hash_of(self, adapter: Adapter) -> str:
+        """SHA-256 of an adapter's safetensors file, in hexadecimal. The file is read again only if its stamp is new."""
+        file = adapter.file
+        key = f"sha256 {os.path.realpath(file.path)} {file.stamp}"
+        weights = self.memo.get(key)
+        if not isinstance(weights, str):
+            with file.open() as opened:
+                weights = hashlib.file_digest(opened, "sha256").hexdigest()
+            self.memo.put(key, weights)
+        return weights
 
     def hold(self) -> None:
         """Keep entries from being collected while this process runs; the kernel releases the lock at its end."""

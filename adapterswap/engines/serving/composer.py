@@ -29,7 +29,7 @@ from adapterswap.core.experts.keys import copies_in
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, known_depth, layer_container
-from adapterswap.core.model.sources import FORMAT, Reference, Source
+from adapterswap.core.model.sources import FORMAT, Reference, Source, same_base
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
@@ -39,7 +39,7 @@ from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.adapter import Prepared, prepare
 from adapterswap.core.writing.copies import check_copies as compare_copies
 from adapterswap.core.writing.outputs import Form
-from adapterswap.engines.serving.cache import Cache, Memo, content_hash, stamps_in
+from adapterswap.engines.serving.cache import Cache, Memo, stamps_in
 from adapterswap.engines.serving.names import Manifest, UnknownNameError, composition_of
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -265,13 +265,27 @@ class NamedComposer:
         if name in self._from_hub:
             return self._from_hub[name]
         adapter = open_adapter(self.manifest.adapters[name])
-        if not any(name in parts[1:] for parts in self.manifest.chains.values()):  # planning checks what is on top
+        if name not in self.manifest.stacked:  # planning checks those
             check_base_weights({name: adapter.base_fingerprints}, self._base, {name: adapter.config.base_reference})
         check_fits(adapter, self._shapes, name, self.target)
         check_copies(adapter, self.base_model, self.cache.memo, name, self.target.called)
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter
+
+    def other_bases(self, experts: Mapping[str, Adapter]) -> list[str]:
+        """A remark for each expert whose config names another base than the served one."""
+        served, revision = Reference(self.base_model).parts
+        known = is_folder(expand(self.base_model))
+        remarks = []
+        for name, adapter in experts.items():
+            config = adapter.config
+            own = None if adapter.base_fingerprints and known else config.base_model  # compared when it was opened
+            other_revision = None not in (revision, config.revision) and revision != config.revision
+            if own and name not in self.manifest.stacked and (not same_base(own, served) or other_revision):
+                named = config.base_reference
+                remarks.append(f"{name} says that its base is {named}; {self.base_model} is assumed to be the same")
+        return remarks
 
     def key(self, plan: Plan) -> str:
         """The name of the plan's folder: a hash of the experts' content and everything else that determines the output.
@@ -296,7 +310,7 @@ class NamedComposer:
         for_any_engine(plan, Form()).write(path, hashes=self._hashes(plan), companions=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
-        return {name: content_hash(adapter, self.cache.memo) for name, adapter in plan.adapters.items()}
+        return {name: self.cache.hash_of(adapter) for name, adapter in plan.adapters.items()}
 
     @contextmanager
     def _hidden_paths(self) -> Iterator[None]:

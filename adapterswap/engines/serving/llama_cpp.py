@@ -69,6 +69,11 @@ class LlamaLaunch:
     def url(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
+    @property
+    def key_header(self) -> str:
+        """curl's option that sends a key; empty if everybody is answered."""
+        return f' -H "Authorization: Bearer ${KEY}"' if self.keys else ""
+
     def serve(self, composer: PieceComposer) -> None:
         """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends too often."""
         before = {

@@ -119,6 +119,11 @@ class Manifest(StrictModel):
         return self._skipped
 
     @property
+    def stacked(self) -> frozenset[str]:
+        """The adapters that were trained on top of another one, in a chain."""
+        return frozenset(name for parts in self.chains.values() for name in parts[1:])
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names that a server lists: those in `allow` or, without it, the experts."""
         return self.allow if self.allow is not None else tuple(self.experts)

@@ -27,7 +27,7 @@ from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.resolving import Resolved
 from adapterswap.engines.gguf.export import check_outtype, write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
-from adapterswap.engines.serving.cache import Cache, content_hash
+from adapterswap.engines.serving.cache import Cache
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.engines.serving.names import Manifest
 from adapterswap.kit.errors import Problems, UnsupportedError
@@ -164,7 +164,7 @@ class PieceComposer(NamedComposer):
             "adapterswap": __version__,
             "format": FORMAT,
             "pieces": ["kind", self.outtype],
-            "expert": [name, content_hash(adapter, self.cache.memo), adapter.config.sha256],
+            "expert": [name, self.cache.hash_of(adapter), adapter.config.sha256],
             "base": [Reference(self.base_model).config()[1], plan.base_model, plan.base_revision],
         }
         key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]

@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.engines.serving import plugin
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
@@ -180,17 +179,3 @@ def _environment(composer: NamedComposer, experts_path: str | Path, rank: int) -
         plugin.CACHE: str(composer.cache.root),
         plugin.MAX_LORA_RANK: str(rank),
     }
-
-
-def other_bases(experts: Mapping[str, Adapter], base_model: str) -> list[str]:
-    """A remark for each expert whose config names another base than the served one."""
-    served, revision = Reference(base_model).parts
-    known = is_folder(expand(base_model))
-    remarks = []
-    for name, adapter in experts.items():
-        own = None if adapter.base_fingerprints and known else adapter.config.base_model  # compared when it was opened
-        other_revision = None not in (revision, adapter.config.revision) and revision != adapter.config.revision
-        if own and (not same_base(own, served) or other_revision):
-            named = adapter.config.base_reference
-            remarks.append(f"{name} says that its base is {named}; {base_model} is assumed to be the same")
-    return remarks

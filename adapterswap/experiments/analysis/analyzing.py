@@ -143,7 +143,7 @@ class Analysis:
 
     def write(
         self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
-        inputs: Sequence[str | Path | None] = (),
+        inputs: Sequence[str | Path | None] = (), dry_run: bool = False,
     ) -> None:  # fmt: skip
         """Write the pictures (PDF, SVG and PNG), a CSV of the shares, and a JSON of everything, with captions.
 
@@ -152,6 +152,7 @@ class Analysis:
             column_width: the pictures' width: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
             overwrite: replace the folder if `analyze` wrote it.
             inputs: folders that the output must not overlap.
+            dry_run: check the folder, and write nothing.
 
         Raises:
             ArgumentError: `column_width` is not a width.
@@ -159,6 +160,9 @@ class Analysis:
             OutputError: the folder exists (without `overwrite`), holds other files, overlaps an input, or cannot be
                 written.
         """
+        if dry_run:
+            ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs)
+            return
         require("plots")
         width = width_in_inches(column_width)
         from adapterswap.experiments.analysis.pictures import (
@@ -292,6 +296,16 @@ def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[st
     return [*folders, *(expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter))]
 
 
-def count_matrices(experts: Mapping[str, Expert], base: Checkpoint | None) -> dict[str, int]:
-    """How many matrices of each expert `analyze` measures."""
-    return {name: len(matrices(expert, base)) for name, expert in under_stored_names(experts, base).items()}
+def count_matrices(
+    experts: Mapping[str, Expert | str | Path],
+    *,
+    base_model: str | Path | None = None,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+) -> dict[str, int]:
+    """How many matrices of each expert `analyze` would measure; the arguments are `analyze`'s. Reads no tensors."""
+    opened = open_experts(experts)
+    base = None if base_model is None else open_checkpoint(base_model)
+    if out_path is not None:
+        ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
+    return {name: len(matrices(expert, base)) for name, expert in under_stored_names(opened, base).items()}

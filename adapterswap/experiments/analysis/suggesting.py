@@ -22,8 +22,7 @@ from adapterswap.core import BASE, Adapter, Composition, Plan, format_layers, ma
 from adapterswap.engines.live import LiveComposer, load_experts
 from adapterswap.experiments.analysis.analyzing import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, Changes, measure
-from adapterswap.experiments.training.recipe import DatasetSource
-from adapterswap.experiments.training.texts import Reader, choose_reader
+from adapterswap.experiments.training.texts import common_readers
 from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.kit.files.folders import FileKind
 from adapterswap.kit.files.text import as_row, expand, is_folder, json_lines, read_small
@@ -347,25 +346,7 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
     return texts
 
 
-def _readers() -> dict[tuple[str, ...], Reader]:
-    """How to read a row, by the columns that it must have; the first match wins."""
-    pairs = {
-        ("prompt", "completion"): ("{prompt}", "{completion}"),
-        ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
-        ("instruction", "input", "output"): ("{instruction}\n\n{input}", "{output}"),  # Alpaca
-        ("instruction", "output"): ("{instruction}", "{output}"),
-        ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
-    }
-    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
-    sources |= {
-        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
-        for columns, (prompt, completion) in pairs.items()
-    }
-    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
-    return {columns: choose_reader(source) for columns, source in sources.items()}
-
-
-_READERS = _readers()
+_READERS = common_readers()
 _FILES = (
     f"Pass a text file with one text per line, or a .jsonl file whose rows have one of these sets of columns: "
     f"{'; '.join(', '.join(columns) for columns in _READERS)}"

@@ -150,7 +150,7 @@ def train(
         checkpoints.tidied(keep=not processes.main),
     ):
         bar = bars.row("opening the base")
-        check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
+        _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
         prepared = _prepare(recipe, scratch, processes.count, trust_task_code=trust_task_code, tell=bar.begin)
         trainer, report, kept = _run(
             recipe, prepared, checkpoints, target=target, device=device, dtype=dtype, processes=processes, bar=bar,
@@ -320,10 +320,10 @@ def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
 
 
-def check_output(
+def _check_output(
     target: Path, inputs: Sequence[str | Path | None], *, resume: bool = False, overwrite: bool = False
 ) -> None:
-    """Check before training, and in a dry run, that the output and its checkpoints may be written."""
+    """Check before training, and for an estimate, that the output and its checkpoints may be written."""
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.output import EXPERT
 
@@ -354,16 +354,26 @@ def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
     return expand(chosen)
 
 
-def estimate(recipe: TrainRecipe, *, trust_task_code: bool = False) -> TrainEstimate:
+def estimate(
+    recipe: TrainRecipe,
+    *,
+    out_path: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    trust_task_code: bool = False,
+) -> TrainEstimate:
     """Estimate parameters, steps, tokens and memory, and count rows. Reads the rows, but no weights.
 
     Args:
         recipe: what to train.
-        trust_task_code: see `train`.
+        out_path: the folder that `train` would write, which is checked; None for no folder.
+        overwrite, resume, trust_task_code: see `train`.
 
     Raises:
         AdapterswapError: see `train`, for all that can be checked without training.
     """
+    if out_path is not None:
+        _check_output(expand(out_path), recipe.inputs, resume=resume, overwrite=overwrite)
     check_libraries(recipe)
     from adapterswap.experiments.training.data import row_lengths
     from adapterswap.experiments.training.report import (

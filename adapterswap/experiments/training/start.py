@@ -164,33 +164,30 @@ def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
     import torch
     from safetensors import safe_open
 
-    from adapterswap.engines.live.inventory import factors, find_layers
+    from adapterswap.engines.live.inventory import factors_by_module
     from adapterswap.engines.live.loading import check_copies
 
-    adapter, layers = start.adapter, find_layers(model)
+    adapter, tensors = start.adapter, factors_by_module(model, "default")
     old_names = {old: new for new, old in adapter.original.items()}
     check_copies(adapter.file, "the start", dict(model.get_base_model().named_modules()), old_names)
     with torch.no_grad(), safe_open(adapter.file.path, "pt") as file:
         for name, module in adapter.modules.items():
-            loaded = factors(layers[name], "default")
-            assert loaded is not None
-            for parameter, stored in ((loaded.a, module.a), (loaded.b, module.b)):
+            for parameter, stored in ((tensors[name].a, module.a), (tensors[name].b, module.b)):
                 parameter.copy_(file.get_tensor(stored.name))
                 parameter.requires_grad_(name in trained)
 
 
 def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
     """The base's model with the start in it: merged into its weights or, if those are quantized, added to outputs."""
-    from adapterswap.engines.live.inventory import factors, find_layers
+    from adapterswap.engines.live.inventory import factors_by_module
     from adapterswap.engines.live.loading import load_expert
 
     loaded = load_expert(model, start.adapter, "below")
     if not quantized:
         return loaded.merge_and_unload()
-    terms = {name: factors(layer, "below") for name, layer in find_layers(loaded).items()}
+    terms = factors_by_module(loaded, "below")
     model = loaded.unload()
     for name, term in terms.items():
-        assert term is not None
         if term.embedding:
             raise UnsupportedError(
                 f"The start adapts the embedding {name}, and the base is quantized",

@@ -77,6 +77,24 @@ def choose_reader(source: DatasetSource) -> Reader:
     return read
 
 
+def common_readers() -> dict[tuple[str, ...], Reader]:
+    """Readers for the columns of common datasets; the first whose columns a row has is the right one."""
+    pairs = {
+        ("prompt", "completion"): ("{prompt}", "{completion}"),
+        ("question", "answer"): ("{question}", "{answer}"),  # GSM8K
+        ("instruction", "input", "output"): ("{instruction}\n\n{input}", "{output}"),  # Alpaca
+        ("instruction", "output"): ("{instruction}", "{output}"),
+        ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
+    }
+    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
+    sources |= {
+        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
+        for columns, (prompt, completion) in pairs.items()
+    }
+    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
+    return {columns: choose_reader(source) for columns, source in sources.items()}
+
+
 def _exchanges(messages: list[Message]) -> list[tuple[str, str]]:
     """Each turn of the assistant, with the messages since its previous turn as the prompt."""
     exchanges, prompt = [], ""
