@@ -21,7 +21,7 @@ from typing import Any
 
 from adapterswap.experiments.sweeps import CellResult, Run, SweepRecipe, prepare
 from adapterswap.experiments.sweeps.grid import Assignment
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
 from adapterswap.experiments.sweeps.results import Findings
 from adapterswap.experiments.sweeps.search import batches

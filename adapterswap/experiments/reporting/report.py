@@ -207,20 +207,13 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     answers = [run.samples(cell.cell) for cell in cells] if chosen else []
     prompts = run.prompts(task.name, cells[0].cell) if chosen else None
     if prompts is not None and None not in answers:
-        try:
-            samples = [{row["doc_id"]: row for row in rows or () if row["task"] == task.name} for rows in answers]
-            labels = [choice.label for choice in shown]
-            examples = [
-                _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
-                for doc in chosen
-                if all(doc in rows for rows in samples)
-            ]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"Samples or prompts of {task.name} in {run.folder_of(cells[0].cell.cell)} are damaged: {error!r}",
-                "Run the sweep again with `overwrite=True`",
-                parameter="run",
-            ) from None
+        samples = [{row["doc_id"]: row for row in rows or () if row["task"] == task.name} for rows in answers]
+        labels = [choice.label for choice in shown]
+        examples = [
+            _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+            for doc in chosen
+            if all(doc in rows for rows in samples)
+        ]
     return Disagreements(
         task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
     )

@@ -7,7 +7,7 @@ torch nor lm-evaluation-harness until something is evaluated.
 from __future__ import annotations
 
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.experiments.sweeps.preparing import prepare
+from adapterswap.experiments.sweeps.prepared import prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.sweeps.results import (
     CellResult,

@@ -21,7 +21,7 @@ from typing import Any
 from adapterswap.experiments.sweeps.engines import opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment
 from adapterswap.experiments.sweeps.judging import Judge, Judged, OnProgress, agreed
-from adapterswap.experiments.sweeps.preparing import PreparedSweep, prepare
+from adapterswap.experiments.sweeps.prepared import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, with_places
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, RunError

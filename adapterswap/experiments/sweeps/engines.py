@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import EngineByKind
 from adapterswap.experiments.sweeps.results import CellResult
 from adapterswap.kit.dependencies import require

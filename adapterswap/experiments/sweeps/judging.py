@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from adapterswap.core import Plan
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.results import LARGEST, CellResult, Run, TaskValue
 from adapterswap.kit.errors import RunError
 from adapterswap.kit.files.folders import scratch_folder

@@ -56,7 +56,7 @@ from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import exists, expand, read_json
 
 if TYPE_CHECKING:
-    from adapterswap.experiments.sweeps.preparing import PreparedSweep
+    from adapterswap.experiments.sweeps.prepared import PreparedSweep
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
 # Files that may exist before sweep.json: those of a killed sweep, and a pre-registration.

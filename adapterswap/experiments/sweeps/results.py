@@ -314,22 +314,19 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
         DataError: the file is damaged.
         AdapterswapError: the file does not exist or cannot be read.
     """
-    return _read_lines(_samples_of(Path(folder), cell))
+    fields = {"task": str, "doc_id": int, "target": object, "output": object, "answers": dict}
+    return _read_lines(_samples_of(Path(folder), cell), fields)
 
 
 def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
     """The prompts of a task by document; errors as for `read_samples`."""
-    try:
-        return {row["doc_id"]: row["prompt"] for row in read_questions(folder, task)}
-    except KeyError as error:
-        raise DataError(
-            f"{prompts_file(Path(folder), task)} is damaged: a line has no {error}", _AGAIN, parameter="run"
-        ) from None
+    rows = _read_lines(prompts_file(Path(folder), task), {"doc_id": int, "prompt": str})
+    return {row["doc_id"]: row["prompt"] for row in rows}
 
 
 def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
     """The doc_id, prompt and target of each document of a task; errors as for `read_samples`."""
-    return _read_lines(prompts_file(Path(folder), task))
+    return _read_lines(prompts_file(Path(folder), task), {})
 
 
 def samples_file(folder: Path, cell: Cell) -> Path:
@@ -347,9 +344,14 @@ def prompts_file(folder: Path, task: str) -> Path:
     return folder / PROMPTS / f"{quote(task, safe='')}.jsonl"
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
+    """The rows of a file, each of which has these fields."""
     with open_regular(path, _REMEDY) as file:
         try:
-            return [*json_lines(file, as_row)]
+            rows = [*json_lines(file, as_row)]
         except ValueError as error:
             raise DataError(f"{path} is damaged: {error}", _AGAIN) from None
+    for number, row in enumerate(rows, 1):
+        if wrong := [name for name, kind in fields.items() if name not in row or not isinstance(row[name], kind)]:
+            raise DataError(f"{path} is damaged: row {number} has no valid {wrong[0]}", _AGAIN, parameter="run")
+    return rows

@@ -16,7 +16,7 @@ from typing import Any
 from adapterswap.experiments.sweeps.engines import needed, opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
 from adapterswap.experiments.sweeps.judging import Judge, follow, lead, way_of
-from adapterswap.experiments.sweeps.preparing import PreparedSweep, prepare
+from adapterswap.experiments.sweeps.prepared import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.sweeps.recording import Recording, check_out_path, recording
 from adapterswap.experiments.sweeps.results import CellResult, Findings, Run, RungResult

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, Space, Trial
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
 from adapterswap.experiments.sweeps.results import Findings
 from adapterswap.experiments.sweeps.summary import half_value, sign_of

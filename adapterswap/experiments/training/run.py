@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +36,10 @@ if TYPE_CHECKING:
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.data import Data
-    from adapterswap.experiments.training.judging import Examination
+    from adapterswap.experiments.training.judging import CheckpointJudge, Examination
     from adapterswap.experiments.training.start import Start
     from adapterswap.experiments.training.targets import TrainingTargets
+    from adapterswap.experiments.training.trainer import Ladder
     from adapterswap.kit.processes import Processes
     from adapterswap.kit.progress import ProgressRow
 
@@ -152,10 +152,13 @@ def train(
         bar = bars.row("opening the base")
         _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
         prepared = _prepare(recipe, scratch, processes.count, trust_task_code=trust_task_code, tell=bar.begin)
-        trainer, report, kept = _run(
-            recipe, prepared, checkpoints, target=target, device=device, dtype=dtype, processes=processes, bar=bar,
-            folder=checkpoints.folder if recipe.training.save_every_samples else scratch, resume=resume,
-        )  # fmt: skip
+        saves = bool(recipe.training.save_every_samples)
+        run = _Run(
+            prepared, processes, bar, device=device, dtype=dtype, folder=checkpoints.folder if saves else scratch
+        )
+        checkpoint = run.last_checkpoint(checkpoints, resume=resume) if saves else None
+        run.train(checkpoint, checkpoints.folder)
+        trainer, report = run.trainer, run.report(target, checkpoint)
         bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
@@ -166,7 +169,7 @@ def train(
                 explained("the expert", target),
             ):
                 what = trainer.model, recipe, prepared.base, prepared.targets
-                for step in kept:
+                for step in run.kept():
                     if not (folder / f"checkpoint-{step}").exists():
                         write_weights(folder / f"checkpoint-{step}", *what)
                 write_expert(folder, *what, report, start=prepared.start, weights=weights)
@@ -180,6 +183,7 @@ def train(
 class _Prepared:
     """What a run reads before it loads the weights; `model` has none, and `rows` are packed if the recipe says so."""
 
+    recipe: TrainRecipe
     base: OpenedBase
     model: Any
     start: Start | None
@@ -189,6 +193,18 @@ class _Prepared:
     parts: tuple[int, ...]
     steps: int
     examination: Examination | None
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """Hashes of what the run reads besides the recipe and the base, by name."""
+        read: dict[str, Any] = {"rows": self.data.rows.sha256}
+        if self.data.validation:
+            read["validation_rows"] = self.data.validation.sha256()
+        if self.examination:
+            read["selection_tasks"] = self.examination.fingerprints
+        if self.start:
+            read["start_files"] = self.start.record.sha256
+        return read
 
 
 def _prepare(
@@ -215,91 +231,123 @@ def _prepare(
 
         tell("reading the selection's tasks")
         examination = examine(recipe, base, trust_task_code=trust_task_code)
-    return _Prepared(base, model, start, targets, data, rows, parts, steps, examination)
+    return _Prepared(recipe, base, model, start, targets, data, rows, parts, steps, examination)
 
 
-def _run(
-    recipe: TrainRecipe, prepared: _Prepared, checkpoints: Checkpoints, *, target: Path, device: str, dtype: str,
-    processes: Processes, bar: ProgressRow, folder: Path, resume: bool,
-) -> tuple[Any, TrainReport, Iterator[int]]:  # fmt: skip
-    """Train, with checkpoints in `folder`. Returns the trainer, the report, and the steps whose weights are kept too.
+class _Run:
+    """A run in one of its processes.
 
-    These are loaded into the trainer's model one after the other; at the end it has those of the expert.
+    Args:
+        prepared: what it reads.
+        processes: those that train together.
+        bar: shows the steps.
+        device, dtype: see `device_and_dtype`.
+        folder: where checkpoints go.
+
+    Attributes:
+        trainer: with the base's weights loaded.
+        seconds: how long training took, without evaluations.
     """
-    from adapterswap.experiments.training.checkpoints import explained
-    from adapterswap.experiments.training.start import put_below
-    from adapterswap.experiments.training.trainer import Completing, Ladder, Stopping, build_trainer
 
-    options, base, data, start = recipe.training, prepared.base, prepared.data, prepared.start
-    examination = prepared.examination
-    bar.begin("loading the base")
-    stopping = Stopping(processes)
-    model = load_trainable(base, recipe, device=device, dtype=dtype)
-    if start and start.on_top:
-        model = put_below(model, start, quantized=recipe.quantization is not None)
-    trainer = build_trainer(
-        recipe, base, model, prepared.targets, prepared.rows, prepared.parts,
-        data.validation.dataset() if data.validation else None, start=start,
-        steps=prepared.steps, device=device, dtype=dtype, processes=processes, bar=bar, checkpoints=folder,
-    )  # fmt: skip
-    if options.save_every_samples:
-        trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
-    ladder = judge = None
-    if recipe.selection and recipe.selection.ladder:
-        ladder = Ladder(recipe.selection.rungs(prepared.steps), trainer, processes)
-        trainer.add_callback(ladder)
-    if examination and recipe.judged_by:
-        from adapterswap.experiments.training.judging import CheckpointJudge
+    def __init__(
+        self, prepared: _Prepared, processes: Processes, bar: ProgressRow, *, device: str, dtype: str, folder: Path
+    ) -> None:
+        from adapterswap.experiments.training.start import put_below
+        from adapterswap.experiments.training.trainer import Stopping, build_trainer
 
-        judge = CheckpointJudge(recipe.judged_by, examination, trainer, processes=processes, bar=bar)
-        trainer.add_callback(judge)
-    checkpoint: Path | None = None
-    listening: AbstractContextManager[None] = nullcontext()
-    if options.save_every_samples:
+        recipe, data, start = prepared.recipe, prepared.data, prepared.start
+        bar.begin("loading the base")
+        self._prepared, self._processes, self._bar = prepared, processes, bar
+        self._stopping = Stopping(processes)
+        model = load_trainable(prepared.base, recipe, device=device, dtype=dtype)
+        if start and start.on_top:
+            model = put_below(model, start, quantized=recipe.quantization is not None)
+        self.trainer = build_trainer(
+            recipe, prepared.base, model, prepared.targets, prepared.rows, prepared.parts,
+            data.validation.dataset() if data.validation else None, start=start,
+            steps=prepared.steps, device=device, dtype=dtype, processes=processes, bar=bar, checkpoints=folder,
+        )  # fmt: skip
+        self._ladder, self._judge = self._watched()
+        self.seconds = 0.0
+
+    def _watched(self) -> tuple[Ladder | None, CheckpointJudge | None]:
+        """What keeps and evaluates checkpoints of the trainer, if the recipe asks for it."""
+        from adapterswap.experiments.training.trainer import Completing, Ladder
+
+        recipe, trainer, processes = self._prepared.recipe, self.trainer, self._processes
+        if recipe.training.save_every_samples:
+            trainer.add_callback(Completing(processes))  # before the judge, which reads complete checkpoints
+        ladder = judge = None
+        if recipe.selection and recipe.selection.ladder:
+            ladder = Ladder(recipe.selection.rungs(self._prepared.steps), trainer, processes)
+            trainer.add_callback(ladder)
+        if (examination := self._prepared.examination) and recipe.judged_by:
+            from adapterswap.experiments.training.judging import CheckpointJudge
+
+            judge = CheckpointJudge(recipe.judged_by, examination, trainer, processes=processes, bar=self._bar)
+            trainer.add_callback(judge)
+        return ladder, judge
+
+    def last_checkpoint(self, checkpoints: Checkpoints, *, resume: bool) -> Path | None:
+        """The checkpoint to continue from, in all processes, after the folder of checkpoints has been prepared."""
+        prepared, processes = self._prepared, self._processes
+        checkpoint = None
         processes.wait()  # until all have checked the folder that one of them changes next
         if processes.main:
-            read: dict[str, Any] = {"rows": data.rows.sha256}
-            if data.validation:
-                read["validation_rows"] = data.validation.sha256()
-            if examination:
-                read["selection_tasks"] = examination.fingerprints
-            if start:
-                read["start_files"] = start.record.sha256
             checkpoint = checkpoints.prepare(
-                recipe.resolved(), read, base.source.folder, resume=resume, processes=processes.count
+                prepared.recipe.resolved(), prepared.fingerprints, prepared.base.source.folder, resume=resume,
+                processes=processes.count,
+            )  # fmt: skip
+        return processes.from_main(checkpoint)
+
+    def train(self, checkpoint: Path | None, folder: Path) -> None:
+        """Train, from a checkpoint or the beginning, with checkpoints in `folder`."""
+        from adapterswap.experiments.training.checkpoints import explained
+
+        recipe, trainer, judge = self._prepared.recipe, self.trainer, self._judge
+        listening: AbstractContextManager[None] = nullcontext()
+        if recipe.training.save_every_samples:
+            trainer.add_callback(self._stopping)
+            listening = self._stopping.listening()
+        began = time.monotonic()
+        with explained("a checkpoint", folder), listening, suppress(Enough):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if self._stopping.stopped is not None:
+            raise RunError(
+                f"Training was stopped by SIGTERM after step {self._stopping.stopped} of {self._prepared.steps}",
+                "Pass `resume=True` to continue",
             )
-        checkpoint = processes.from_main(checkpoint)
-        trainer.add_callback(stopping)
-        listening = stopping.listening()
-    began = time.monotonic()
-    with explained("a checkpoint", checkpoints.folder), listening, suppress(Enough):
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if stopping.stopped is not None:
-        raise RunError(
-            f"Training was stopped by SIGTERM after step {stopping.stopped} of {prepared.steps}",
-            "Pass `resume=True` to continue",
+        self.seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
+        measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
+        if self._prepared.data.validation and not measured:
+            self._bar.begin("measuring the validation loss")
+            trainer.evaluate()
+
+    def report(self, path: Path, checkpoint: Path | None) -> TrainReport:
+        """The report of the run, which continued from `checkpoint` and will be written to `path`."""
+        state = self.trainer.state
+        return TrainReport(
+            path=path,
+            steps=state.global_step,
+            resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+            train_losses=_losses(state.log_history, "loss"),
+            eval_losses=_losses(state.log_history, "eval_loss"),
+            rows=self._prepared.data.rows,
+            tokens=int(state.num_input_tokens_seen),
+            seconds=self.seconds,
+            trainable_parameters=self._prepared.targets.parameters,
+            processes=self._processes.count,
+            selection=self._judge.selection() if self._judge else None,
+            ladder=tuple(self._ladder.kept) if self._ladder else (),
         )
-    seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
-    measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
-    if data.validation and not measured:
-        bar.begin("measuring the validation loss")
-        trainer.evaluate()
-    report = TrainReport(
-        path=target,
-        steps=trainer.state.global_step,
-        resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
-        train_losses=_losses(trainer.state.log_history, "loss"),
-        eval_losses=_losses(trainer.state.log_history, "eval_loss"),
-        rows=data.rows,
-        tokens=int(trainer.state.num_input_tokens_seen),
-        seconds=seconds,
-        trainable_parameters=prepared.targets.parameters,
-        processes=processes.count,
-        selection=judge.selection() if judge else None,
-        ladder=tuple(ladder.kept) if ladder else (),
-    )
-    kept = chain(ladder.restored() if ladder else (), judge.restored() if judge else ())
-    return trainer, report, kept
+
+    def kept(self) -> Iterator[int]:
+        """The steps whose weights are kept too. Each one's are loaded into the trainer's model when it is yielded; at
+        the end the model has those of the expert.
+        """
+        for keeper in (self._ladder, self._judge):
+            if keeper is not None:
+                yield from keeper.restored()
 
 
 def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:

@@ -14,7 +14,7 @@ import yaml
 
 from adapterswap.experiments.sweeps import Run, SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, Trial
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Halving, Search
 from adapterswap.experiments.sweeps.results import Findings, RungResult, TaskValue
 from adapterswap.experiments.sweeps.running import estimate

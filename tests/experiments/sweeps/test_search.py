@@ -15,7 +15,7 @@ from refusals import refused
 
 from adapterswap.experiments.sweeps import SweepProgress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.experiments.sweeps.grid import Trial
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
 from adapterswap.experiments.sweeps.results import CellResult, Findings, TaskValue
 from adapterswap.experiments.sweeps.running import estimate

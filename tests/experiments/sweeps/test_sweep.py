@@ -26,7 +26,7 @@ from adapterswap.experiments.sweeps import (
     sweep,
 )
 from adapterswap.experiments.sweeps.judging import way_of
-from adapterswap.experiments.sweeps.preparing import PreparedSweep
+from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
 
 from .conftest import SETTINGS

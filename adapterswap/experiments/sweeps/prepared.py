@@ -6,8 +6,7 @@ This way all mistakes are reported early and together.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,6 @@ from adapterswap import __version__
 from adapterswap.core import (
     Adapter,
     Checkpoint,
-    Form,
     ModelConfig,
     OpenedBase,
     Place,
@@ -25,8 +23,6 @@ from adapterswap.core import (
     Plan,
     Target,
     known_depth,
-    make_plan,
-    merge_plan,
     open_checkpoint,
     open_expert,
 )
@@ -40,135 +36,18 @@ from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
-from adapterswap.experiments.sweeps.grid import Cell, Grid, make_cells
-from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, SweepTasks, extra_experts
+from adapterswap.experiments.sweeps.grid import Grid, make_cells
+from adapterswap.experiments.sweeps.plans import Expert, Plans
+from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, extra_experts
 from adapterswap.experiments.sweeps.recording import check_out_path
 from adapterswap.experiments.sweeps.results import FORMAT, TaskInfo
+from adapterswap.experiments.sweeps.tasks import find_tasks, named_tasks
 from adapterswap.kit.errors import (
-    AdapterswapError,
     FieldError,
     Problems,
     UnsupportedError,
 )
 from adapterswap.kit.files.hashes import sha256_of
-
-_OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
-
-
-def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
-    """The tasks, groups and patterns that a recipe names, once each."""
-    listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
-    return dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
-
-
-def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], LoadedTasks]:
-    """The tasks of each language expert's pairs; all tasks that a recipe names; and the harness's own."""
-    groups = recipe.target_groups()
-    problems = Problems(FieldError)
-    loaded: dict[str, dict[str, Any]] = {}  # the recipe's names, joined → tasks
-
-    def load(names: list[str]) -> tuple[str, ...]:
-        key = "\n".join(names)
-        if key not in loaded:
-            with problems.collect():
-                loaded[key] = LoadedTasks.load(names, settings).tasks
-        return tuple(loaded.get(key, ()))
-
-    target = {language: load(names) for language, names in groups.items()}
-    retention = load(recipe.retention) if recipe.retention else ()
-    problems.raise_if_any()
-    known = LoadedTasks({name: task for tasks in loaded.values() for name, task in tasks.items()})
-    known.check_own_settings(named_tasks(recipe), settings)
-    if settings.language_fidelity:
-        known.check_languages()
-    targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
-    for name in retention:
-        if name in targets:
-            problems.add(
-                f"The task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
-            )
-    for name in recipe.primary:
-        if name not in known.tasks:
-            problems.add(
-                f"primary: {name!r} is not among the tasks ({', '.join(known.tasks)})",
-                "Name one of them",
-                parameter="primary",
-            )
-    infos = {}
-    for name in (*targets, *retention):
-        role = "target" if name in targets else "retention"
-        with problems.collect():
-            infos[name] = _describe_task(name, known, role, recipe, settings)
-    problems.raise_if_any()
-    kinds = {known.tasks[name].OUTPUT_TYPE == "generate_until" for name in infos}
-    if isinstance(recipe.settings.engine, EngineByKind) and len(kinds) == 1:
-        engine = recipe.settings.engine.generate if kinds == {True} else recipe.settings.engine.loglikelihood
-        raise FieldError(
-            "settings.engine names an engine for each kind of task, but all tasks are of one kind",
-            f"Set `engine: {engine}`",
-            parameter="settings.engine",
-        )
-    _check_directions([info for info in infos.values() if info.role == "target"])
-    return SweepTasks(target, retention), infos, known.only(infos)
-
-
-def _check_directions(targets: Sequence[TaskInfo]) -> None:
-    """Refuse targets with opposite directions of better scores: configurations are chosen by the targets' mean."""
-    higher, lower = ([task.name for task in targets if task.higher_is_better is more] for more in (True, False))
-    if higher and lower:
-        raise FieldError(
-            f"tasks: higher scores are better in {', '.join(higher)}, but lower ones in {', '.join(lower)}, so their "
-            "mean is meaningless",
-            "Move one kind to `retention`, or run a sweep for each",
-            parameter="tasks",
-        )
-
-
-def _describe_task(name: str, loaded: LoadedTasks, role: str, recipe: SweepRecipe, settings: Settings) -> TaskInfo:
-    from lm_eval.evaluator_utils import get_sample_size
-
-    task = loaded.tasks[name]
-    metric, filter_name = _primary(name, task, recipe.primary.get(name))
-    available = len(task.eval_docs)
-    num_docs = min(get_sample_size(task, settings.limit) or available, available)
-    select, report = recipe.selection.split(num_docs)
-    better = _better(task).get(metric) is not False
-    return TaskInfo(
-        name, role, loaded.language(name), (metric, filter_name), better, num_docs, select, report,
-        loaded.fingerprint(name), averaged=_is_mean(task.aggregation()[metric]),
-    )  # fmt: skip
-
-
-def _is_mean(aggregate: Callable[[list[float]], float]) -> bool:
-    """Whether a task's aggregation is the mean of its documents' numbers, whatever it is called."""
-    numbers = [0.0, 0.25, 1.0]
-    try:
-        return math.isclose(aggregate(numbers), math.fsum(numbers) / len(numbers))
-    except Exception:  # it takes something else than numbers, and may be the user's own
-        return False
-
-
-def _better(task: Any) -> Mapping[str, bool]:
-    return task.higher_is_better() or {}
-
-
-def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
-    """(metric, filter) of the primary score: the recipe's, or the first; the filter `normalized` goes before others."""
-    metrics = list(task.aggregation())
-    if not metrics:
-        raise FieldError(f"tasks: {name} has no score", "Run it with `adapterswap evaluate`", parameter="tasks")
-    filters = [ensemble.name for ensemble in task._filters]
-    if not requested:
-        return metrics[0], _OURS if _OURS in filters else filters[0]
-    metric, _, filter_name = requested.partition(",")
-    filter_name = filter_name or (_OURS if _OURS in filters else filters[0])
-    if metric not in metrics or filter_name not in filters:
-        choices = ", ".join(f"{measure},{chosen}" for measure in metrics for chosen in filters)
-        raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {choices}", parameter="primary")
-    return metric, filter_name
-
-
-Expert = Adapter | Checkpoint
 
 
 @dataclass(frozen=True)
@@ -277,11 +156,7 @@ def prepare(
         check_out_path(out_path, None, overwrite=overwrite)
     LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
-    places: dict[str, tuple[str, str]] = {}
-    for role, members in recipe.by_role.items():
-        places |= {name: (place, role) for name, place in Places(members).adapters.items()}
-    for row, adapters in extra_experts(recipe).items():
-        places |= {name: (place, row) for name, place in adapters.items()}
+    places = _places(recipe)
     experts: dict[str, Expert] = {}
     for name, (place, _) in places.items():
         with problems.collect():
@@ -323,6 +198,16 @@ def prepare(
     return replace(prepared, described=_describe(prepared))
 
 
+def _places(recipe: SweepRecipe) -> dict[str, tuple[str, str]]:
+    """Expert → its folder or Hub id, and its role or its row of `extra`."""
+    places: dict[str, tuple[str, str]] = {}
+    for role, members in recipe.by_role.items():
+        places |= {name: (place, role) for name, place in Places(members).adapters.items()}
+    for row, adapters in extra_experts(recipe).items():
+        places |= {name: (place, row) for name, place in adapters.items()}
+    return places
+
+
 def _check_config_owner(recipe: SweepRecipe, grid: Grid) -> None:
     """Refuse a `config_from` that decides nothing."""
     if recipe.config_from is not None and not any("config_from" in cell.composition for cell in grid.cells):
@@ -361,159 +246,6 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
             parameter="experts",
             kind=UnsupportedError,
         )
-
-
-_MOST_KEPT = 128  # plans, which take about 1 kB for each module
-
-
-class Plans(Mapping[str, "Plan | None"]):
-    """Cell → its plan; None for the base. A plan is made once, when it is checked or read, unless there are very many:
-    then only the first ones and the latest are kept.
-
-    Args:
-        recipe, experts, num_layers: see `PreparedSweep`.
-        stored: the base's weights, if a cell is merged into them.
-        cells: all cells.
-    """
-
-    def __init__(
-        self,
-        recipe: SweepRecipe,
-        experts: Mapping[str, Expert],
-        num_layers: int,
-        stored: Checkpoint | None,
-        cells: Sequence[Cell],
-    ) -> None:
-        self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
-        self._cells = {cell.cell: cell for cell in cells}
-        self._latest: tuple[str, Plan | None] = ("", None)
-        self._kept: dict[str, Plan | None] = {}
-        self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
-        self._live: dict[str, bool] = {}
-        self._zones: dict[str, set[Any]] = {}
-        self.checked: list[Cell] = []
-
-    def __getitem__(self, cell: str) -> Plan | None:
-        if self._latest[0] != cell:
-            self._latest = cell, self._made(cell)
-        return self._latest[1]
-
-    def _made(self, cell: str) -> Plan | None:
-        """The plan of a cell, made unless it is kept."""
-        if cell in self._kept:
-            return self._kept[cell]
-        plan = self._plan(self._cells[cell])
-        if len(self._kept) < _MOST_KEPT:
-            self._kept[cell] = plan
-        return plan
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._cells)
-
-    def __len__(self) -> int:
-        return len(self._cells)
-
-    def check(self, problems: Problems) -> None:
-        """Plan the cells that can show a mistake, or need a rank, that no cell before them does.
-
-        What happens to a layer depends only on the rule that it gets. If every layer of the experts has the same
-        modules, cells that differ only in their zones are therefore checked by those of them in which a layer gets
-        a rule for the first time.
-        """
-        for cell in self._cells.values():
-            settings, parts = self._parts(cell)
-            seen = self._zones.setdefault(settings, set())
-            if parts is not None and parts <= seen:
-                continue
-            with problems.collect():
-                plan = self._made(cell.cell)
-                seen |= parts or set()
-                self._live[settings] = self._live.get(settings, True) and _is_live(plan)
-            self.checked.append(cell)
-
-    def is_live(self, cell: Cell) -> bool:
-        """Whether a cell is evaluated by switching adapters on and off."""
-        return self._live.get(self._parts(cell)[0], False) or _is_live(self[cell.cell])
-
-    def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
-        """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
-        composition = cell.parsed
-        if (
-            composition is None
-            or composition.method != "layer_swap"
-            or composition.allocation is not None
-            or composition.partition is not None
-            or composition.bottom is None
-            or composition.top is None
-            or cell.output.get("full_rank")
-            or not self._regular.issuperset(composition.expert_names)
-        ):
-            return cell.cell, None
-        rules = composition.rules(self._num_layers)
-        kinds = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
-        owners = [
-            next((kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other")), None)
-            for layer in range(self._num_layers)
-        ]
-        settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
-        return repr((settings, cell.output)), {*enumerate(owners), tuple(kinds), frozenset(owners)}
-
-    def _plan(self, cell: Cell) -> Plan | None:
-        """The plan of a cell, checked."""
-        from adapterswap.core.writing.loadable import check_form
-
-        composition, stored = cell.parsed, self._stored
-        if composition is None:
-            return None
-        uses_checkpoint = stored is not None and any(
-            isinstance(self._experts[name], Checkpoint) for name in composition.expert_names
-        )
-        try:
-            # The folder, so that a base on the Hub is not looked up again for every cell.
-            base_model = str(stored.source.folder) if uses_checkpoint and stored else self._recipe.base_model
-            declared = composition.model_copy(update={"base_model": base_model})
-            plan = make_plan(declared, self._experts, num_layers=self._num_layers)
-            if plan.is_model:
-                _check_vocabulary(plan)
-            elif cell.output.get("full_rank"):
-                if stored is not None:
-                    _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
-            elif cell.output or not _is_live(plan):  # reduced to an adapter
-                check_form(plan, Form(**cell.output))
-            return plan
-        except AdapterswapError as error:
-            raise error.within(cell.short) from None
-
-
-_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
-
-
-def _is_live(plan: Plan | None) -> bool:
-    """Whether a plan can be computed by switching adapters on and off."""
-    from adapterswap.engines.live import why_not_live
-
-    return plan is None or why_not_live(plan) is None
-
-
-def _is_regular(expert: Expert, num_layers: int) -> bool:
-    """Whether an expert is an adapter that adapts the same modules in every layer."""
-    if not isinstance(expert, Adapter):
-        return False
-    layers: dict[int | None, set[str]] = {layer: set() for layer in range(num_layers)}
-    for name, part in expert.parts.items():
-        if part.layer in layers:
-            layers[part.layer].add(name.replace(f".{part.layer}.", ".", 1))
-    return expert.kept_layers is None and all(names == layers[0] for names in layers.values())
-
-
-def _check_vocabulary(plan: Plan) -> None:
-    """Refuse full weights with rows for tokens that the base lacks, because all cells have one vocabulary."""
-    for slot in plan:
-        if slot.spans or (slot.base is not None and slot.shape != slot.base.tensor.shape):
-            raise UnsupportedError(
-                f"{slot.name} has rows for tokens that the base lacks, but all cells of a sweep have one vocabulary",
-                "Write the composition with `adapterswap merge`, and evaluate the result with `adapterswap evaluate`",
-            )
 
 
 def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:

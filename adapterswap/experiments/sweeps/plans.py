@@ -1,0 +1,158 @@
+"""The plans of a sweep's cells, checked before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from adapterswap.core import Adapter, Checkpoint, Form, Plan, make_plan, merge_plan
+from adapterswap.experiments.sweeps.grid import Cell
+from adapterswap.experiments.sweeps.recipe import SweepRecipe
+from adapterswap.kit.errors import AdapterswapError, Problems, UnsupportedError
+
+Expert = Adapter | Checkpoint
+
+_MOST_KEPT = 128  # plans, which take about 1 kB for each module
+
+
+class Plans(Mapping[str, "Plan | None"]):
+    """Cell → its plan; None for the base. A plan is made once, when it is checked or read, unless there are very many:
+    then only the first ones and the latest are kept.
+
+    Args:
+        recipe, experts, num_layers: see `PreparedSweep`.
+        stored: the base's weights, if a cell is merged into them.
+        cells: all cells.
+    """
+
+    def __init__(
+        self,
+        recipe: SweepRecipe,
+        experts: Mapping[str, Expert],
+        num_layers: int,
+        stored: Checkpoint | None,
+        cells: Sequence[Cell],
+    ) -> None:
+        self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
+        self._cells = {cell.cell: cell for cell in cells}
+        self._kept: dict[str, Plan | None] = {}
+        self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
+        self._live: dict[str, bool] = {}
+        self._zones: dict[str, set[Any]] = {}
+        self.checked: list[Cell] = []
+
+    def __getitem__(self, cell: str) -> Plan | None:
+        if cell not in self._kept:
+            plan = self._plan(self._cells[cell])
+            if len(self._kept) > _MOST_KEPT:
+                self._kept.popitem()  # the latest
+            self._kept[cell] = plan
+        return self._kept[cell]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cells)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def check(self, problems: Problems) -> None:
+        """Plan the cells that can show a mistake, or need a rank, that no cell before them does.
+
+        What happens to a layer depends only on the rule that it gets. If every layer of the experts has the same
+        modules, cells that differ only in their zones are therefore checked by those of them in which a layer gets
+        a rule for the first time.
+        """
+        for cell in self._cells.values():
+            settings, parts = self._parts(cell)
+            seen = self._zones.setdefault(settings, set())
+            if parts is not None and parts <= seen:
+                continue
+            with problems.collect():
+                plan = self[cell.cell]
+                seen |= parts or set()
+                self._live[settings] = self._live.get(settings, True) and _is_live(plan)
+            self.checked.append(cell)
+
+    def is_live(self, cell: Cell) -> bool:
+        """Whether a cell is evaluated by switching adapters on and off."""
+        return self._live.get(self._parts(cell)[0], False) or _is_live(self[cell.cell])
+
+    def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
+        """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
+        composition = cell.parsed
+        if (
+            composition is None
+            or composition.method != "layer_swap"
+            or composition.allocation is not None
+            or composition.partition is not None
+            or composition.bottom is None
+            or composition.top is None
+            or cell.output.get("full_rank")
+            or not self._regular.issuperset(composition.expert_names)
+        ):
+            return cell.cell, None
+        rules = composition.rules(self._num_layers)
+        kinds = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
+        owners = [
+            next((kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other")), None)
+            for layer in range(self._num_layers)
+        ]
+        settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
+        return repr((settings, cell.output)), {*enumerate(owners), tuple(kinds), frozenset(owners)}
+
+    def _plan(self, cell: Cell) -> Plan | None:
+        """The plan of a cell, checked."""
+        from adapterswap.core.writing.loadable import check_form
+
+        composition, stored = cell.parsed, self._stored
+        if composition is None:
+            return None
+        uses_checkpoint = stored is not None and any(
+            isinstance(self._experts[name], Checkpoint) for name in composition.expert_names
+        )
+        try:
+            # The folder, so that a base on the Hub is not looked up again for every cell.
+            base_model = str(stored.source.folder) if uses_checkpoint and stored else self._recipe.base_model
+            declared = composition.model_copy(update={"base_model": base_model})
+            plan = make_plan(declared, self._experts, num_layers=self._num_layers)
+            if plan.is_model:
+                _check_vocabulary(plan)
+            elif cell.output.get("full_rank"):
+                if stored is not None:
+                    _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
+            elif cell.output or not _is_live(plan):  # reduced to an adapter
+                check_form(plan, Form(**cell.output))
+            return plan
+        except AdapterswapError as error:
+            raise error.within(cell.short) from None
+
+
+_ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+
+
+def _is_live(plan: Plan | None) -> bool:
+    """Whether a plan can be computed by switching adapters on and off."""
+    from adapterswap.engines.live import why_not_live
+
+    return plan is None or why_not_live(plan) is None
+
+
+def _is_regular(expert: Expert, num_layers: int) -> bool:
+    """Whether an expert is an adapter that adapts the same modules in every layer."""
+    if not isinstance(expert, Adapter):
+        return False
+    layers: dict[int | None, set[str]] = {layer: set() for layer in range(num_layers)}
+    for name, part in expert.parts.items():
+        if part.layer in layers:
+            layers[part.layer].add(name.replace(f".{part.layer}.", ".", 1))
+    return expert.kept_layers is None and all(names == layers[0] for names in layers.values())
+
+
+def _check_vocabulary(plan: Plan) -> None:
+    """Refuse full weights with rows for tokens that the base lacks, because all cells have one vocabulary."""
+    for slot in plan:
+        if slot.spans or (slot.base is not None and slot.shape != slot.base.tensor.shape):
+            raise UnsupportedError(
+                f"{slot.name} has rows for tokens that the base lacks, but all cells of a sweep have one vocabulary",
+                "Write the composition with `adapterswap merge`, and evaluate the result with `adapterswap evaluate`",
+            )
