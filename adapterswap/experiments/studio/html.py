@@ -202,7 +202,7 @@ def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[st
             mark = (
                 f'<span class="mark {"right" if is_right else "wrong"}">{"✓ right" if is_right else "✗ wrong"}</span>'
             )
-        body = text(written).replace("\n", "<br>") or ("<i>(nothing)</i>" if over else "")
+        body = "<br>".join(map(text, written.strip().split("\n"))) or ("<i>(nothing)</i>" if over else "")
         cursor = "" if over else '<span class="cursor" aria-hidden="true"></span>'
         cards.append(_card(column, experts, f"{body}{cursor}", mark))
     return f'<div class="answers" aria-busy="{str(not answers.done).lower()}">{"".join(cards)}</div>'

@@ -18,10 +18,12 @@ from scipy.stats import binomtest
 from adapterswap.cli import main
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.planning.composition import Composition
+from adapterswap.engines.live.batching import Answers
 from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address, paint
 from adapterswap.experiments.studio.exporting import lines, write_file
+from adapterswap.experiments.studio.html import Column, answers_html
 from adapterswap.experiments.studio.workspace import Workspace, open_lab, open_workspace
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -275,3 +277,9 @@ def test_a_number_is_compared_as_a_number_only_if_it_is_the_whole_answer(
     written: str, answer: str, right: bool
 ) -> None:
     assert is_right(written, answer) == right
+
+
+@pytest.mark.parametrize(("written", "shown"), [(" 12 apples\n", "12 apples"), ("\n\na\nb", "a<br>b"), (" \n", None)])
+def test_answers_are_shown_without_the_space_after_the_prompt(written: str, shown: str | None) -> None:
+    page = answers_html([Column("base", "base", None)], Answers((written,), (4,), (True,)), [])
+    assert f'dir="auto">{shown or "<i>(nothing)</i>"}</div>' in page
