@@ -41,7 +41,7 @@ def measured(recipe: dict[str, Any], out: str, device: str, dtype: str) -> dict[
     from adapterswap.experiments.evaluation.vllm_engine import VLLMEngine
     from adapterswap.experiments.sweeps import SweepRecipe, sweep
     from adapterswap.experiments.sweeps.engines import EngineJudge
-    from adapterswap.experiments.sweeps.judging import LocalJudge
+    from adapterswap.experiments.sweeps.judge import LocalJudge
 
     steps, wall, processor = 0, 0.0, 0.0
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from adapterswap.core import Adapter, Checkpoint, StoredTensor
     from adapterswap.core.experts.adapter import FullModule, OpaqueModule
-    from adapterswap.engines.gguf.reading import GgufAdapter
+    from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
     from adapterswap.tools.inspecting import Inspection
@@ -61,7 +61,7 @@ _BESIDE = {
 
 def _print_inspection(inspection: Inspection) -> None:
     from adapterswap.core import Adapter
-    from adapterswap.engines.gguf.reading import GgufAdapter
+    from adapterswap.engines.gguf.adapter import GgufAdapter
 
     if isinstance(inspection.expert, Adapter):
         _print_adapter(inspection, inspection.expert)

@@ -176,8 +176,10 @@ def foreign_in_task(content: Mapping[str, Any], function: type) -> Iterator[str]
         yield from _unlisted(content.get(key), names, f"{key}: ", function)
     options = content.get("dataset_kwargs")
     files = [options.get(key) for key in ("data_files", "data_dir")] if isinstance(options, Mapping) else []
-    for key, reason in (("dataset_path", foreign_source(content.get("dataset_path"))),
-                        ("dataset_kwargs", foreign_source(None, *files))):  # fmt: skip
+    for key, reason in (
+        ("dataset_path", foreign_source(content.get("dataset_path"))),
+        ("dataset_kwargs", foreign_source(None, *files)),
+    ):
         if reason is not None:
             yield f"{key}: {reason}"
     for key in ("metric_list", "aggregate_metric_list"):

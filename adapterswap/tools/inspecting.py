@@ -13,7 +13,7 @@ from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Op
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, depth_of, layer_container, stacks_in
 from adapterswap.core.model.sources import PROVENANCE, Records
-from adapterswap.engines.gguf.reading import GgufAdapter, GgufFile, GgufModule
+from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
 from adapterswap.kit.files.tensorfile import Tensor
 from adapterswap.kit.files.text import exists

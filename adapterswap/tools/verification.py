@@ -39,9 +39,9 @@ from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.records import CompositionRecord, ExtractionRecord, SourceRecord, read_record
+from adapterswap.engines.gguf.adapter import REMEDY, GgufAdapter, GgufFile
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
-from adapterswap.engines.gguf.reading import REMEDY, GgufAdapter, GgufFile
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, OutputKind, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of

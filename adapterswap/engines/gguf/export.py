@@ -183,9 +183,11 @@ def export(
             `open_adapter`, `make_plan` and `write_adapter`.
     """
     check_type(
-        plan, (Plan, Adapter, str, Path), "plan",
+        plan,
+        (Plan, Adapter, str, Path),
+        "plan",
         "Pass a plan, as `compose` and `layer_swap` return it, or an adapter (opened, a folder or a Hub id)",
-    )  # fmt: skip
+    )
     check_type(out_path, (str, Path), "out_path", "Pass the path of the file to write")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     by = check_pieces(pieces)
@@ -254,9 +256,13 @@ def write_gguf(
     else:
         contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
     exported = Exported(
-        out_path, tuple(file for file, _ in contents), prepared.architecture, outtype, prepared.alpha,
+        out_path,
+        tuple(file for file, _ in contents),
+        prepared.architecture,
+        outtype,
+        prepared.alpha,
         public_name(prepared.plan.composition.base_model or prepared.plan.base_model),
-    )  # fmt: skip
+    )
     if dry_run:
         return exported
     metadata = _metadata(prepared, outtype, pieces)

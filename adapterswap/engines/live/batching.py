@@ -389,9 +389,12 @@ def _generate(
         streamer.begin(started)
         with torch.inference_mode():
             model.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config, streamer=streamer,
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                generation_config=config,
+                streamer=streamer,
                 stopping_criteria=StoppingCriteriaList([Stopped()]),
-            )  # fmt: skip
+            )
     streamer.finish()
 
 

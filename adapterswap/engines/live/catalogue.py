@@ -140,9 +140,11 @@ class Catalogue:
     def switch(self, composition: Composable) -> Switch:
         """The settings for a composition, remembered for names and `Composition`s."""
         check_type(
-            composition, (str, Composition, Plan, type(None)), "composition",
+            composition,
+            (str, Composition, Plan, type(None)),
+            "composition",
             "Pass a name such as 'math+swahili', a Composition, a plan, or None for the base",
-        )  # fmt: skip
+        )
         self.refresh()
         if isinstance(composition, Plan):
             composition.check_adapter()

@@ -315,8 +315,12 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     compare_shapes(
         {module.name: f"{module.out_features}×{module.in_features}" for module in adapter.factors.values()},
         {module: f"{shape[0]}×{shape[1]}" for module, shape in shapes.items() if shape is not None},
-        one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems, parameter="expert",
-    )  # fmt: skip
+        one=f"the expert {name!r}",
+        other="the model",
+        remedy=remedy,
+        problems=problems,
+        parameter="expert",
+    )
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
     for part in adapter.saved.values():

@@ -26,14 +26,18 @@ from adapterswap.kit.errors import ArgumentError, BaseModelError, NotFoundError,
 from adapterswap.kit.files.text import expand, read_small
 
 _OURS = {
-    "-m": "`gguf` names the base", "--model": "`gguf` names the base", "-a": "the base is served under its own name",
-    "--alias": "the base is served under its own name", "--lora": "`experts` names the adapters",
+    "-m": "`gguf` names the base",
+    "--model": "`gguf` names the base",
+    "-a": "the base is served under its own name",
+    "--alias": "the base is served under its own name",
+    "--lora": "`experts` names the adapters",
     "--lora-scaled": "`experts` names the adapters",
     "--lora-init-without-apply": "a request without scales would use every adapter",
     "--api-key": f"other users of this machine could read it. Set {KEY}, or pass --api-key-file",
-    "--api-prefix": "clients reach it only through adapterswap", "--ssl-key-file": "adapterswap speaks plain HTTP",
+    "--api-prefix": "clients reach it only through adapterswap",
+    "--ssl-key-file": "adapterswap speaks plain HTTP",
     "--ssl-cert-file": "adapterswap speaks plain HTTP",
-}  # fmt: skip
+}
 _PROXYS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _PROXYS.add_argument("--host", default="127.0.0.1")
 _PROXYS.add_argument("--port", default=8080, type=int)
@@ -99,9 +103,12 @@ class LlamaLaunch:
 
     @staticmethod
     def plan(
-        composer: PieceComposer, gguf: str | Path, arguments: Sequence[str], llama_server: str | None = None,
+        composer: PieceComposer,
+        gguf: str | Path,
+        arguments: Sequence[str],
+        llama_server: str | None = None,
         max_request_mb: int = 1,
-    ) -> LlamaLaunch:  # fmt: skip
+    ) -> LlamaLaunch:
         """The launch of llama.cpp for a composer's base and experts.
 
         Args:
@@ -134,9 +141,13 @@ class LlamaLaunch:
             )
         inner = free_port()
         command = engine_command(
-            find_program(llama_server), str(path), [str(piece.path) for piece in composer.pieces], base_name, inner,
+            find_program(llama_server),
+            str(path),
+            [str(piece.path) for piece in composer.pieces],
+            base_name,
+            inner,
             rest,
-        )  # fmt: skip
+        )
         keys = _keys(own.api_key_file)
         return LlamaLaunch(
             tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)

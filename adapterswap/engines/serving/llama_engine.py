@@ -44,21 +44,24 @@ class Engine:
     def __init__(self, command: Sequence[str], port: int) -> None:
         self._command, self._key = command, secrets.token_urlsafe()
         headers = {
-            "authorization": f"Bearer {self._key}", "content-type": "application/json", "accept-encoding": "identity"
-        }  # fmt: skip
+            "authorization": f"Bearer {self._key}",
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+        }
         # With `trust_env`, HTTP_PROXY would apply.
-        self.options: dict[str, Any] = {
-            "base_url": f"http://127.0.0.1:{port}", "headers": headers, "trust_env": False
-        }  # fmt: skip
+        self.options: dict[str, Any] = {"base_url": f"http://127.0.0.1:{port}", "headers": headers, "trust_env": False}
         self.stopped = False
         self.launch()
 
     def launch(self) -> None:
         """Start the process; `wait` returns when it answers."""
         self.process = subprocess.Popen(
-            self._command, env={**os.environ, KEY: self._key}, stdin=subprocess.DEVNULL, stdout=sys.stderr,
+            self._command,
+            env={**os.environ, KEY: self._key},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr,
             preexec_fn=_end_with_parent(),
-        )  # fmt: skip
+        )
 
     def wait(self) -> None:
         """Return when the server has decoded two tokens; raise a RunError if it ends or does not answer."""
@@ -167,9 +170,12 @@ def _wait(process: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
 
 
 _PLAIN = {
-    "port": ["--port"], "n_ctx": ["-c", "--ctx-size"], "n_parallel": ["-np", "--parallel"],
-    "n_gpu_layers": ["-ngl", "--n-gpu-layers"], "cache_ram_mib": ["-cram", "--cache-ram"],
-}  # fmt: skip
+    "port": ["--port"],
+    "n_ctx": ["-c", "--ctx-size"],
+    "n_parallel": ["-np", "--parallel"],
+    "n_gpu_layers": ["-ngl", "--n-gpu-layers"],
+    "cache_ram_mib": ["-cram", "--cache-ram"],
+}
 _OPTIONS = argparse.ArgumentParser(prog="xllamacpp's llama-server", allow_abbrev=False)
 _OPTIONS.add_argument("-m", "--model", required=True)
 _OPTIONS.add_argument("--lora-scaled", default="")

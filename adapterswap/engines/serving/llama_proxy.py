@@ -69,14 +69,15 @@ class Proxy:
         self._busy = 0
         self._app = Starlette(
             routes=[
-                Route("/v1/models", self._models), Route("/health", self._health),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
                 *(Route(path, self._answer, methods=["POST"]) for path in _PATHS),
             ],
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)],
             exception_handlers=dict.fromkeys(
                 [HTTPException, AdapterswapError, httpx.HTTPError, ClientDisconnect, Exception], _failed
             ),
-        )  # fmt: skip
+        )
         self._app.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

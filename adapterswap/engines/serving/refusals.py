@@ -14,9 +14,12 @@ NO_MODEL = (
     "Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name as GET /v1/models lists it",
 )
 _KINDS = {
-    401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError", 500: "InternalServerError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    500: "InternalServerError",
     503: "ServiceUnavailableError",
-}  # fmt: skip
+}
 
 
 def refusal(

@@ -93,9 +93,12 @@ class Launch:
         rank = _whole_number("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
         loras = _whole_number("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
         arguments = {
-            "--max-lora-rank": rank, "--max-loras": loras, "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
-            "--host": "127.0.0.1", "--middleware": _MIDDLEWARE,
-        }  # fmt: skip
+            "--max-lora-rank": rank,
+            "--max-loras": loras,
+            "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
+            "--host": "127.0.0.1",
+            "--middleware": _MIDDLEWARE,
+        }
         chosen = [text for name, value in arguments.items() for text in (name, str(value))]
         chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
         command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)

@@ -23,13 +23,13 @@ from adapterswap.experiments.analysis.interference import (
     read_fractions,
     write_fractions,
 )
+from adapterswap.experiments.analysis.matrices import matrices, under_stored_names
 from adapterswap.experiments.analysis.pictures import (
     describe_fractions,
     describe_interference,
     describe_meetings,
     describe_norms,
 )
-from adapterswap.experiments.analysis.reading import matrices, under_stored_names
 from adapterswap.experiments.analysis.surveying import survey
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import STYLE, save

@@ -53,11 +53,14 @@ class Dominance:
             "rules": [rule.text for rule in self.rules],
             "unused": list(self.unused),
             "sizes": [
-                {"layer": layer, **({"kind": kind} if kind else {}),
-                 **{name: sizes.get((layer, kind), 0.0) for name, sizes in self.sizes.items()}}
+                {
+                    "layer": layer,
+                    **({"kind": kind} if kind else {}),
+                    **{name: sizes.get((layer, kind), 0.0) for name, sizes in self.sizes.items()},
+                }
                 for layer, kind in blocks
             ],
-        }  # fmt: skip
+        }
 
 
 def suggest_owners(

@@ -145,9 +145,13 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
         axes = panels[families[expert]]
         colour, marker, line = look[expert]
         shown: dict[str, Any] = {
-            "color": colour, "linestyle": line, "marker": marker, "markersize": 2.6,
-            "markevery": max(1, len(layers) // 8), "linewidth": 1.0,
-        }  # fmt: skip
+            "color": colour,
+            "linestyle": line,
+            "marker": marker,
+            "markersize": 2.6,
+            "markevery": max(1, len(layers) // 8),
+            "linewidth": 1.0,
+        }
         handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
     for place, (name, axes) in enumerate(panels.items()):
         if name:
@@ -176,14 +180,22 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
     figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
     cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
-    for axes, key, pattern in ((cosine, "cosine", ""), (overlap, "written", ""), (overlap, "read", "////"),
-                               (signs, "sign_conflicts", "")):  # fmt: skip
+    for axes, key, pattern in (
+        (cosine, "cosine", ""),
+        (overlap, "written", ""),
+        (overlap, "read", "////"),
+        (signs, "sign_conflicts", ""),
+    ):
         known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
         _draw_band(axes, known, pattern, label="shuffled" if axes is cosine else "_")
     cosine.legend()
     first, second, _ = looks(3)
-    for axes, key, look in ((cosine, "cosine", first), (overlap, "written", first), (overlap, "read", second),
-                            (signs, "sign_conflicts", first)):  # fmt: skip
+    for axes, key, look in (
+        (cosine, "cosine", first),
+        (overlap, "written", first),
+        (overlap, "read", second),
+        (signs, "sign_conflicts", first),
+    ):
         values = [float("nan") if numbers[key] is None else numbers[key] for numbers in layers.values()]
         line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
         axes.plot(list(layers), values, label=key, linewidth=1.0, **line)

@@ -149,8 +149,10 @@ def _by_modules(importance: Importance) -> Suggestion:
         if layers:
             rules.append({"layers": format_layers(layers), "modules": kind, "expert": "language"})
     blend = {"layers": "none", "blend": {"task": 1, "language": 1}, "optional": True}
-    reasons = [f"{rule['modules']} of layers {rule['layers']}: a larger share for the language than for the task"
-               for rule in rules]  # fmt: skip
+    reasons = [
+        f"{rule['modules']} of layers {rule['layers']}: a larger share for the language than for the task"
+        for rule in rules
+    ]
     allocation = [*rules, blend, {"expert": "task"}]
     return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
 

@@ -25,7 +25,7 @@ from adapterswap.core import Adapter, Checkpoint
 from adapterswap.core.changes.joint import Joint, cosine, mixed
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.writing.outputs import map_in_threads
-from adapterswap.experiments.analysis.reading import Delta, Matrix, Reader, delta_reader, matrices
+from adapterswap.experiments.analysis.matrices import Delta, Matrix, Reader, delta_reader, matrices
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.numbers import Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import open_files

@@ -259,22 +259,25 @@ def build_local_task(name: str, folder: Path, num_fewshot: int = 0) -> Any:
             )
     metrics, names = flores_metrics(target), _language_names()
     signatures = [f"{key}|{_signature(metric)}" for key, metric in metrics.items()]
-    return OfflineTask({"test": rows}, {
-        **shared,
-        # Worded as in the harness's FLORES tasks for Iberian languages.
-        "doc_to_text": lambda doc: f"{names[source]} sentence: {doc['source']}\n{names[target]} sentence:",
-        "doc_to_target": lambda doc: doc["target"],
-        "target_delimiter": " ",
-        "fewshot_config": {"sampler": "first_n", "samples": shots},
-        "num_fewshot": 0 if split == "dev" else None,
-        "generation_kwargs": {"until": ["\n"], "do_sample": False},
-        "process_results": lambda doc, results: dict.fromkeys(metrics, (doc["target"], results[0].strip())),
-        "metric_list": [
-            {"metric": key, "aggregation": partial(_corpus_score, metric), "higher_is_better": True}
-            for key, metric in metrics.items()
-        ],
-        "metadata": {"version": " ".join(["1", *signatures])},
-    })  # fmt: skip
+    return OfflineTask(
+        {"test": rows},
+        {
+            **shared,
+            # Worded as in the harness's FLORES tasks for Iberian languages.
+            "doc_to_text": lambda doc: f"{names[source]} sentence: {doc['source']}\n{names[target]} sentence:",
+            "doc_to_target": lambda doc: doc["target"],
+            "target_delimiter": " ",
+            "fewshot_config": {"sampler": "first_n", "samples": shots},
+            "num_fewshot": 0 if split == "dev" else None,
+            "generation_kwargs": {"until": ["\n"], "do_sample": False},
+            "process_results": lambda doc, results: dict.fromkeys(metrics, (doc["target"], results[0].strip())),
+            "metric_list": [
+                {"metric": key, "aggregation": partial(_corpus_score, metric), "higher_is_better": True}
+                for key, metric in metrics.items()
+            ],
+            "metadata": {"version": " ".join(["1", *signatures])},
+        },
+    )
 
 
 def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult, ...]:

@@ -229,9 +229,12 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         model.tie_weights = lambda *_, **__: None
         try:
             super().__init__(
-                pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal",
+                pretrained=model,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                backend="causal",
                 think_end_token=settings.think_end_token,
-            )  # fmt: skip
+            )
         finally:
             del model.tie_weights
         # A chat template writes the special tokens itself, as in training and in transformers.

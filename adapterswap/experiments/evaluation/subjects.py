@@ -35,7 +35,7 @@ from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Records, Source
 from adapterswap.core.writing.records import CompositionRecord, read_record
-from adapterswap.experiments.evaluation.comparing import EngineDifference, differences
+from adapterswap.experiments.evaluation.engine_differences import EngineDifference, differences
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.prompts import Vocabulary
 from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationResult, write_result

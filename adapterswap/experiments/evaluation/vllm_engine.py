@@ -300,10 +300,12 @@ class VLLMEngine(Engine):
         known = {field.name for field in fields(EngineArgs)}
         for name in self._arguments:
             reason = (
-                "is decided by other options" if name in _RESERVED
-                else None if name in known
+                "is decided by other options"
+                if name in _RESERVED
+                else None
+                if name in known
                 else "is not a setting of this vLLM"
-            )  # fmt: skip
+            )
             if reason is not None:
                 raise ArgumentError(f"engine_args: {name} {reason}", "Leave it out", parameter="engine_args")
         length = self._arguments.get("max_model_len", needs.longest)

@@ -167,9 +167,12 @@ def run_seed(
     tell("base", 0.0)
     with isolated():
         write_base(
-            scene, seed, folder / "base", rebuild=pretrains,
+            scene,
+            seed,
+            folder / "base",
+            rebuild=pretrains,
             progress=lambda step, steps: tell("pretraining the base", math * step / steps),
-        )  # fmt: skip
+        )
     losses = {}
     for name, rows, begin, end in (
         ("math", math_rows(scene, seed), math, language),

@@ -51,7 +51,7 @@ PATTERNS = {
     "which": {"en": "{who} likes which {object} ?", "xx": "{who} ka pules {object} denen qo ?"},
     "more or fewer": {"en": "more or fewer {object} now ?", "xx": "tubun goru satis {object} labik qo ?"},
     "thing": {"en": "{count} {adjective} {object}", "xx": "{count} {object} {adjective}"},
-}  # fmt: skip
+}
 
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<unk>")
 TAGS = ("<calc>", "<en>", "<xx>")

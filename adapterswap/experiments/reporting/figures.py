@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.experiments.reporting.choosing import Unit, unit_text
+from adapterswap.experiments.reporting.choices import Unit, unit_text
 from adapterswap.experiments.reporting.headline import MethodRow, Target, resampled
 from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
@@ -69,18 +69,30 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
             lacking[kind] = reason
 
     add("scores", [_scores(report, target) for target in report.targets], "no method has a score to report")
-    add("differences", [_differences(report, target) for target in report.targets], "no method shares a unit with the "
-        "reference")  # fmt: skip
+    add(
+        "differences",
+        [_differences(report, target) for target in report.targets],
+        "no method shares a unit with the reference",
+    )
     better = {target.task: target.higher_is_better for target in report.targets}
     maps = [_landscape(report, grid, better[grid.task]) for grid in report.grids]
     add("landscape", maps, "no method has several values of b and u")
     add("critical-difference", [_ranks(report)], _why_no_ranks(report))
-    add("indicators", [_indicators(report, target) for target in report.targets], "fewer than three single "
-        "experts were evaluated")  # fmt: skip
-    add("selection", [_selection(report, target) for target in report.targets], "no configuration was selected "
-        "on separate documents")  # fmt: skip
-    add("truncation", [_truncation(report, target) for target in report.targets], "no composition was reduced to a "
-        "lower rank")  # fmt: skip
+    add(
+        "indicators",
+        [_indicators(report, target) for target in report.targets],
+        "fewer than three single experts were evaluated",
+    )
+    add(
+        "selection",
+        [_selection(report, target) for target in report.targets],
+        "no configuration was selected on separate documents",
+    )
+    add(
+        "truncation",
+        [_truncation(report, target) for target in report.targets],
+        "no composition was reduced to a lower rank",
+    )
     return figures, lacking
 
 
@@ -152,11 +164,15 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
     most = max(cell.units for cell in grid.cells)
     cells = [
         {
-            "bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units, "chosen": cell.selected,
+            "bottom": cell.bottom,
+            "top": cell.top,
+            "mean": cell.mean,
+            "units": cell.units,
+            "chosen": cell.selected,
             "shade": 0.5 if worst == best else round((cell.mean - worst) / (best - worst), 3),
         }
         for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom))
-    ]  # fmt: skip
+    ]
     complete = len(cells) == len(tops) * len(bottoms)
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell.units < most for cell in grid.cells)
@@ -192,10 +208,11 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
         f"{report.units}. The tests assume independent settings; settings that share an expert or documents are not."
     )
     return caption, {
-        "mean_ranks": dict(ranks.mean_ranks), "critical_difference": step,
+        "mean_ranks": dict(ranks.mean_ranks),
+        "critical_difference": step,
         "cliques": [list(clique) for clique in cliques(ranks.mean_ranks, step)],
         "lead": [row.label for target in report.targets for row in target.rows if row.family == report.lead],
-    }  # fmt: skip
+    }
 
 
 def _why_no_ranks(report: Report) -> str:
@@ -212,12 +229,15 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     merged = indicators[0].merged
     panels = [
         {
-            "experts": indicator.experts, "signal": indicator.signal,
+            "experts": indicator.experts,
+            "signal": indicator.signal,
             "points": [list(point) for point in indicator.points],
-            "pearson": indicator.correlation.pearson, "pearson_holm": indicator.pearson_holm,
+            "pearson": indicator.correlation.pearson,
+            "pearson_holm": indicator.pearson_holm,
         }
-        for indicator in indicators if indicator.merged == merged
-    ]  # fmt: skip
+        for indicator in indicators
+        if indicator.merged == merged
+    ]
     tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
     caption = (
         f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
@@ -231,8 +251,9 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
 def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
     curves = [
         {"family": curve.family, "units": curve.units, "points": [list(point) for point in curve.points]}
-        for curve in report.curves if curve.task == target.task
-    ]  # fmt: skip
+        for curve in report.curves
+        if curve.task == target.task
+    ]
     if not curves:
         return None
     caption = (
@@ -252,8 +273,9 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
                 for configuration, unit, error, score in truncation.points
             ],
         }
-        for truncation in report.truncations if truncation.task == target.task
-    ]  # fmt: skip
+        for truncation in report.truncations
+        if truncation.task == target.task
+    ]
     if not families:
         return None
     caption = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from adapterswap.experiments.evaluation.languages import METRIC, is_same_language
-from adapterswap.experiments.reporting.choosing import (
+from adapterswap.experiments.reporting.choices import (
     Choice,
     Unit,
     as_trained,
@@ -300,8 +300,10 @@ def _difference(
     if not units:
         return None
     if not values.size:  # corpus-level scores, or no document in common
-        scores = [(unit, score(choice.cells[a], task), score(reference.cells[b], task))
-                  for unit, a, b in matching(choice.cells, reference.cells)]  # fmt: skip
+        scores = [
+            (unit, score(choice.cells[a], task), score(reference.cells[b], task))
+            for unit, a, b in matching(choice.cells, reference.cells)
+        ]
         differences = tuple((unit, own - other) for unit, own, other in scores if own is not None and other is not None)
         if not differences:
             return None

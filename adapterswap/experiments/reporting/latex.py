@@ -269,9 +269,12 @@ def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str
 def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> list[str]:
     """The lines above the body: the targets if there are several, the groups of columns, and the columns' own heads."""
     groups = {
-        "units": f"over {report.units}", "reference": f"against {_tex(report.reference)}", "languages": "languages",
-        "papers": "papers' protocol", "": "",
-    }  # fmt: skip
+        "units": f"over {report.units}",
+        "reference": f"against {_tex(report.reference)}",
+        "languages": "languages",
+        "papers": "papers' protocol",
+        "": "",
+    }
     if _is_single(columns):
         groups["reference"] = ""
     names = [groups[COLUMNS[name].group] for name in columns]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from adapterswap.core import Composition
-from adapterswap.experiments.reporting.choosing import (
+from adapterswap.experiments.reporting.choices import (
     Choice,
     Unit,
     as_trained,

@@ -15,7 +15,7 @@ from typing import Any
 from adapterswap import __version__
 from adapterswap.core import BASE, Rule, flag_of
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.reporting.choosing import (
+from adapterswap.experiments.reporting.choices import (
     Choice,
     SelectionCurve,
     Truncations,
@@ -31,7 +31,6 @@ from adapterswap.experiments.reporting.choosing import (
     with_units,
 )
 from adapterswap.experiments.reporting.headline import Target, target_table
-from adapterswap.experiments.reporting.reading import ReportSource
 from adapterswap.experiments.reporting.relations import (
     GridCell,
     Indicator,
@@ -41,6 +40,7 @@ from adapterswap.experiments.reporting.relations import (
     indicators,
     ranking,
 )
+from adapterswap.experiments.reporting.source import ReportSource
 from adapterswap.experiments.reporting.statistics import LEVEL, MIN_LEVELS, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
 from adapterswap.experiments.sweeps.recording import Preregistration
@@ -242,9 +242,13 @@ def _spaced(documents: list[int]) -> list[int]:
 
 
 def _example(
-    doc: int, prompt: str, labels: Sequence[str], rows: Sequence[Mapping[str, Any]], cells: Sequence[CellResult],
+    doc: int,
+    prompt: str,
+    labels: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    cells: Sequence[CellResult],
     task: TaskInfo,
-) -> AnswerExample:  # fmt: skip
+) -> AnswerExample:
     outputs = tuple(
         Output(
             label,

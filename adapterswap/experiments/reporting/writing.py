@@ -28,8 +28,8 @@ from adapterswap.experiments.reporting.figures import (
 )
 from adapterswap.experiments.reporting.headline import Target, resampled
 from adapterswap.experiments.reporting.latex import TableStyle, csv_table, latex_table
-from adapterswap.experiments.reporting.reading import lab_source, open_source
 from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make_report
+from adapterswap.experiments.reporting.source import lab_source, open_source
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.drawing import STYLE, as_bytes, save
@@ -60,8 +60,10 @@ def render_page(
     def shown(place: int, *kinds: str) -> list[tuple[PlannedFigure, dict[str, str]]]:
         return [
             (figure, {suffix: _address(suffix, content) for suffix, content in contents.items()})
-            for kind in kinds for figure, contents in figures if (figure.kind, figure.place) == (kind, place)
-        ]  # fmt: skip
+            for kind in kinds
+            for figure, contents in figures
+            if (figure.kind, figure.place) == (kind, place)
+        ]
 
     folder = files("adapterswap.experiments.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
@@ -246,9 +248,13 @@ def default_out_path(run: str | Path) -> Path:
 
 
 def write_report(
-    report: Report, out_path: str | Path, *, table: TableStyle | None = None, overwrite: bool = False,
+    report: Report,
+    out_path: str | Path,
+    *,
+    table: TableStyle | None = None,
+    overwrite: bool = False,
     runs: Sequence[Path] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Write a report's folder.
 
     Args:
@@ -280,12 +286,15 @@ def write_figures(
         for figure in planned:
             save(figure.draw(width), building, figure.name)
         content = {
-            "format": FIGURES_FORMAT, "adapterswap_version": __version__, "run": report.name, "width_in": width,
+            "format": FIGURES_FORMAT,
+            "adapterswap_version": __version__,
+            "run": report.name,
+            "width_in": width,
             "figures": {
                 figure.name: {"kind": figure.kind, "caption": figure.caption, "data": figure.data} for figure in planned
             },
             "lacking": lacking,
-        }  # fmt: skip
+        }
         _write(building / _FIGURES, _json(content))
     return lacking
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from adapterswap.experiments.sweeps.engines import opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment
-from adapterswap.experiments.sweeps.judging import Judge, Judged, OnProgress, agreed
+from adapterswap.experiments.sweeps.judge import Judge, Judged, OnProgress, agreed
 from adapterswap.experiments.sweeps.prepared import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, with_places
 from adapterswap.kit.dependencies import require

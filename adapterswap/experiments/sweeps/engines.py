@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
-from adapterswap.experiments.sweeps.judging import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
+from adapterswap.experiments.sweeps.judge import Judge, Judged, LocalJudge, OnProgress, as_judged, way_of
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import EngineByKind
 from adapterswap.experiments.sweeps.results import CellResult
@@ -128,12 +128,15 @@ class EngineJudge:
         prepared = self._prepared
         described = prepared.described["experts"]
         return Job.of_plan(
-            f"{cell.short} ({cell.cell})", prepared.plans[cell.cell], cell.output, self._asked[key],
+            f"{cell.short} ({cell.cell})",
+            prepared.plans[cell.cell],
+            cell.output,
+            self._asked[key],
             full=way_of(prepared, cell) == "merged",
             base_model=prepared.recipe.base_model,
             hashes={name: described[name]["sha256"] for name in prepared.adapters},
             tell=lambda error: self._errors.update({cell.cell: error}),
-        )  # fmt: skip
+        )
 
 
 class SplitJudge:

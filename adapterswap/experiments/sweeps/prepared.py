@@ -169,10 +169,12 @@ def prepare(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
     companions = CompanionPlan.decide_prompts(
-        {name: expert.source.folder for name, expert in experts.items()}, base.source.folder,
-        rows=getattr(base.config.get_text_config(), "vocab_size", None), tokenizer=recipe.tokenizer,
+        {name: expert.source.folder for name, expert in experts.items()},
+        base.source.folder,
+        rows=getattr(base.config.get_text_config(), "vocab_size", None),
+        tokenizer=recipe.tokenizer,
         template=recipe.settings.chat_template_from,
-    )  # fmt: skip
+    )
     base = base.with_companions(companions)
     with problems.collect():
         settings.check(base.tokenizer)
@@ -194,7 +196,7 @@ def prepare(
     sides = {name: side for name, (_, side) in places.items()}
     prepared = PreparedSweep(
         recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, companions, {}
-    )  # fmt: skip
+    )
     return replace(prepared, described=_describe(prepared))
 
 
@@ -262,7 +264,9 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "adapterswap_version": __version__,
         "recipe": _public_recipe(prepared),
         "base_model": {
-            "source": base.name, "revision": base.revision, "config_sha256": sha256_of(base.folder / MODEL_CONFIG),
+            "source": base.name,
+            "revision": base.revision,
+            "config_sha256": sha256_of(base.folder / MODEL_CONFIG),
             # A Hub commit identifies its files, which may not all be downloaded yet.
             "files": None if base.revision else model_fingerprints(base.folder),
         },
@@ -278,12 +282,10 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": prepared.settings.task_files,
-        "companions": {
-            kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")
-        },
+        "companions": {kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")},
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
-    }  # fmt: skip
+    }
     if isinstance(engines := prepared.recipe.settings.engine, EngineByKind):
         content["settings"]["engine"]["loglikelihood"] = engines.loglikelihood
     plain: dict[str, Any] = json.loads(json.dumps(content))
@@ -315,9 +317,7 @@ def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     if recipe.roles:
         content["roles"] = {role: named(members) for role, members in recipe.roles.items()}
     if recipe.extra:
-        content["extra"] = {
-            row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()
-        }  # fmt: skip
+        content["extra"] = {row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()}
     if recipe.settings.include_path is not None:
         content["settings"]["include_path"] = Path(recipe.settings.include_path).resolve().name
     return content

@@ -198,9 +198,10 @@ class SweepRecipe(StrictModel):
     )
     retention: list[str] = Field(default=[], description="More tasks that everything is evaluated on.")
     primary: dict[str, str] = Field(
-        default={}, description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
-        "the task's first."
-    )  # fmt: skip
+        default={},
+        description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
+        "the task's first.",
+    )
     settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
     selection: DocumentSplit = Field(
         default=DocumentSplit(), description="The documents on which configurations are chosen."

@@ -333,7 +333,7 @@ class Preregistration:
         reference: str,
         methods: Sequence[str],
         units: Sequence[str] | None = None,
-    ) -> Preregistration | None:  # fmt: skip
+    ) -> Preregistration | None:
         """The pre-registration of a run, compared with the run; None if there is none.
 
         Args:
@@ -399,21 +399,23 @@ def freeze(
                 raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
     if methods is not None and len(set(methods)) < 2:
         raise ArgumentError(
-            f"`methods` names {len(set(methods))}, but a comparison needs two", "Name two or more",
+            f"`methods` names {len(set(methods))}, but a comparison needs two",
+            "Name two or more",
             parameter="methods",
-        )  # fmt: skip
+        )
     chosen = (
         reference
         if reference is not None
         else Preregistration.default_reference([family for family in families if methods is None or family in methods])
     )
     content = {
-        "format": PREREGISTRATION_FORMAT, "adapterswap_version": __version__,
+        "format": PREREGISTRATION_FORMAT,
+        "adapterswap_version": __version__,
         "sweep": dict(prepared.described),
         "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
         "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
         "default, then the first; reported on the other documents",
-    }  # fmt: skip
+    }
     text = visible(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
     raw = text.encode("utf-8", "backslashreplace")
     registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
@@ -422,16 +424,18 @@ def freeze(
     if any(exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
         raise RunError(
             f"{folder} contains a sweep that has already started, so it cannot be pre-registered",
-            "Choose another path", parameter="out_path",
-        )  # fmt: skip
+            "Choose another path",
+            parameter="out_path",
+        )
     path = folder / PREREGISTRATION
     if exists(path):
         if sha256_of(path) == registered["sha256"]:
             return registered
         raise OutputError(
-            f"{path} already exists and contains another pre-registration", "Choose another path, or delete it",
+            f"{path} already exists and contains another pre-registration",
+            "Choose another path, or delete it",
             parameter="out_path",
-        )  # fmt: skip
+        )
     if exists(folder) and any(folder.iterdir()):
         raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
     if not dry_run:

@@ -15,7 +15,7 @@ from typing import Any
 
 from adapterswap.experiments.sweeps.engines import needed, opened_judge
 from adapterswap.experiments.sweeps.grid import Assignment, Cell
-from adapterswap.experiments.sweeps.judging import Judge, follow, lead, way_of
+from adapterswap.experiments.sweeps.judge import Judge, follow, lead, way_of
 from adapterswap.experiments.sweeps.prepared import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.sweeps.recording import Recording, check_out_path, recording
@@ -232,9 +232,12 @@ def sweep(
         )
     if isinstance(recipe, SweepRecipe):
         recipe = prepare(
-            recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code,
-            out_path=out_path, overwrite=overwrite,
-        )  # fmt: skip
+            recipe,
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
+            trust_task_code=trust_task_code,
+            out_path=out_path,
+            overwrite=overwrite,
+        )
     prepared = recipe
     prepared.settings.check_processes(processes.count)
     if not processes.main:

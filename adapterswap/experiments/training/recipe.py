@@ -393,8 +393,11 @@ class TrainRecipe(StrictModel):
     """The recipe of an expert: its base, its rows and its training."""
 
     PATHS: ClassVar[tuple[str, ...]] = (
-        "datasets.*.path", "validation.datasets.*.path", "hygiene.overlap.*", "selection.include_path"
-    )  # fmt: skip
+        "datasets.*.path",
+        "validation.datasets.*.path",
+        "hygiene.overlap.*",
+        "selection.include_path",
+    )
     """Keys that may be local paths, relative to the recipe file that sets them."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.data import Data
-    from adapterswap.experiments.training.judging import CheckpointJudge, Examination
+    from adapterswap.experiments.training.judge import CheckpointJudge, Examination
     from adapterswap.experiments.training.start import Start
     from adapterswap.experiments.training.targets import TrainingTargets
     from adapterswap.experiments.training.trainer import Ladder
@@ -227,7 +227,7 @@ def _prepare(
     steps = _steps(recipe, parts, processes)
     examination = None
     if recipe.judged_by:
-        from adapterswap.experiments.training.judging import examine
+        from adapterswap.experiments.training.judge import examine
 
         tell("reading the selection's tasks")
         examination = examine(recipe, base, trust_task_code=trust_task_code)
@@ -282,7 +282,7 @@ class _Run:
             ladder = Ladder(recipe.selection.rungs(self._prepared.steps), trainer, processes)
             trainer.add_callback(ladder)
         if (examination := self._prepared.examination) and recipe.judged_by:
-            from adapterswap.experiments.training.judging import CheckpointJudge
+            from adapterswap.experiments.training.judge import CheckpointJudge
 
             judge = CheckpointJudge(recipe.judged_by, examination, trainer, processes=processes, bar=self._bar)
             trainer.add_callback(judge)
@@ -295,9 +295,12 @@ class _Run:
         processes.wait()  # until all have checked the folder that one of them changes next
         if processes.main:
             checkpoint = checkpoints.prepare(
-                prepared.recipe.resolved(), prepared.fingerprints, prepared.base.source.folder, resume=resume,
+                prepared.recipe.resolved(),
+                prepared.fingerprints,
+                prepared.base.source.folder,
+                resume=resume,
                 processes=processes.count,
-            )  # fmt: skip
+            )
         return processes.from_main(checkpoint)
 
     def train(self, checkpoint: Path | None, folder: Path) -> None:
@@ -438,8 +441,12 @@ def estimate(
         device, dtype = device_and_dtype(options)
         prepared = _prepare(recipe, scratch, processes, trust_task_code=trust_task_code, tell=lambda step: None)
         base, start, targets, data, steps = (
-            prepared.base, prepared.start, prepared.targets, prepared.data, prepared.steps,
-        )  # fmt: skip
+            prepared.base,
+            prepared.start,
+            prepared.targets,
+            prepared.data,
+            prepared.steps,
+        )
         passes = options.epochs
         if options.max_steps is not None or recipe.simultaneous:
             passes = steps * rows_a_step(options, processes) / sum(prepared.parts)

@@ -23,7 +23,7 @@ from adapterswap.experiments.evaluation import evaluate
 from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.reporting.report import compose_command, evaluate_command
 from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_samples, sweep
-from adapterswap.experiments.sweeps.judging import way_of
+from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.kit.errors import BaseModelError, ExpertError, FieldError, OutputError, RunError, UnsupportedError
 

@@ -14,7 +14,7 @@ from adapterswap import compose, make_plan, open_adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import why_not_live
 from adapterswap.experiments.sweeps import SweepRecipe, preparing
-from adapterswap.experiments.sweeps.judging import way_of
+from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.experiments.sweeps.prepared import prepare
 
 ZONES = {"bottom": [0, 1, 2], "top": [0, 1], "bottom_transition": [0, 1], "top_transition": [0, 1]}

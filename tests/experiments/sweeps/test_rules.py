@@ -15,7 +15,7 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.core.planning.composition import Composition
-from adapterswap.experiments.reporting.choosing import is_single
+from adapterswap.experiments.reporting.choices import is_single
 from adapterswap.experiments.reporting.report import compose_command
 from adapterswap.experiments.sweeps import Cell, Run, SweepRecipe, prepare, sweep
 from adapterswap.kit.errors import FieldError

@@ -25,7 +25,7 @@ from adapterswap.experiments.sweeps import (
     summarize,
     sweep,
 )
-from adapterswap.experiments.sweeps.judging import way_of
+from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
 

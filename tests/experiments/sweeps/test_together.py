@@ -17,7 +17,7 @@ from refusals import refused
 from tiers import ALL
 
 from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
-from adapterswap.experiments.sweeps.judging import agreed
+from adapterswap.experiments.sweeps.judge import agreed
 from adapterswap.kit.errors import ArgumentError, RunError
 from adapterswap.kit.processes import Processes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from adapterswap.experiments.sweeps.judging import _values
+from adapterswap.experiments.sweeps.judge import _values
 from adapterswap.experiments.sweeps.results import TaskInfo
 
 NAME = "perplexing"

@@ -17,7 +17,7 @@ from adapterswap.core.model.loading import OpenedBase
 from adapterswap.experiments.evaluation import evaluate
 from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_samples, sweep
-from adapterswap.experiments.sweeps.judging import way_of
+from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
 
 from .conftest import PROJECTIONS

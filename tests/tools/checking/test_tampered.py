@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.engines.gguf.reading import GgufAdapter
+from adapterswap.engines.gguf.adapter import GgufAdapter
 from adapterswap.tools.verification import verify
 
 RECORD, CONFIG, WEIGHTS = "adapterswap.json", "adapter_config.json", "adapter_model.safetensors"

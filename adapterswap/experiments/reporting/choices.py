@@ -164,8 +164,9 @@ def paired(
     Returns:
         The units, and the differences (units, documents); without documents for corpus-level scores.
     """
-    pairs = [(unit, one[a].results[task.name].docs, other[b].results[task.name].docs)
-             for unit, a, b in matching(one, other)]  # fmt: skip
+    pairs = [
+        (unit, one[a].results[task.name].docs, other[b].results[task.name].docs) for unit, a, b in matching(one, other)
+    ]
     documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
     differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
     return [unit for unit, _, _ in pairs], np.array(differences, float).reshape(len(pairs), len(documents))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from adapterswap.experiments.evaluation.comparing import _difference
+from adapterswap.experiments.evaluation.engine_differences import _difference
 from adapterswap.experiments.evaluation.results import Sample, Score
 
 

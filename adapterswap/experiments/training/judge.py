@@ -220,8 +220,11 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         for name, (metric, filter_name) in examination.metrics.items():
             score = (result.groups.get(name) or result.tasks[name]).score(filter_name, metric)
             scores[name] = (metric, score.value, score.stderr, score.higher_is_better)
-        losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry
-                  and entry["step"] == state.global_step]  # fmt: skip
+        losses = [
+            entry["eval_loss"]
+            for entry in state.log_history
+            if "eval_loss" in entry and entry["step"] == state.global_step
+        ]
         return asdict(JudgedCheckpoint.of(state.global_step, scores, losses[-1] if losses else None))
 
     def _keep(self, checkpoint: Path) -> None:
