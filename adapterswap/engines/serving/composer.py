@@ -275,17 +275,8 @@ class NamedComposer:
 
     def other_bases(self, experts: Mapping[str, Adapter]) -> list[str]:
         """A remark for each expert whose config names another base than the served one."""
-        served, revision = Reference(self.base_model).parts
-        known = is_folder(expand(self.base_model))
-        remarks = []
-        for name, adapter in experts.items():
-            config = adapter.config
-            own = None if adapter.base_fingerprints and known else config.base_model  # compared when it was opened
-            other_revision = None not in (revision, config.revision) and revision != config.revision
-            if own and name not in self.manifest.stacked and (not same_base(own, served) or other_revision):
-                named = config.base_reference
-                remarks.append(f"{name} says that its base is {named}; {self.base_model} is assumed to be the same")
-        return remarks
+        lowest = (name for name in experts if name not in self.manifest.stacked)
+        return [remark for name in lowest if (remark := other_base(experts[name], name, self.base_model)) is not None]
 
     def key(self, plan: Plan) -> str:
         """The name of the plan's folder: a hash of the experts' content and everything else that determines the output.
@@ -346,6 +337,16 @@ class NamedComposer:
             names.discard(name)
             if not names:
                 del self._served[fingerprint]
+
+
+def other_base(adapter: Adapter, name: str, base_model: str) -> str | None:
+    """A remark if the config of the adapter `name` names another base than this folder or Hub id."""
+    (served, revision), config = Reference(base_model).parts, adapter.config
+    compared = adapter.base_fingerprints and is_folder(expand(base_model))  # when it was opened
+    other_revision = None not in (revision, config.revision) and revision != config.revision
+    if compared or not config.base_model or (same_base(config.base_model, served) and not other_revision):
+        return None
+    return f"{name} says that its base is {config.base_reference}; {base_model} is assumed to be the same"
 
 
 def _fingerprint(plan: Plan) -> str:

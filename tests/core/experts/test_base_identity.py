@@ -21,7 +21,6 @@ from adapterswap.engines.live.loading import load_expert
 from adapterswap.engines.serving.cache import Cache
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.engines.serving.names import Manifest
-from adapterswap.engines.serving.vllm import other_bases
 from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.kit.errors import BaseModelError, ExpertError
 
@@ -166,7 +165,7 @@ def test_a_server_refuses_experts_of_another_base(world: World, tmp_path: Path) 
             with refused(BaseModelError, "base_model"):
                 composer.open("math")
         else:
-            assert other_bases({"math": composer.open("math")}, composer.base_model) == []
+            assert composer.other_bases({"math": composer.open("math")}) == []
 
 
 def test_a_base_found_by_its_name_is_compared(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

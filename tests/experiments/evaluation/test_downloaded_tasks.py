@@ -29,7 +29,7 @@ from adapterswap.experiments.evaluation.mgsm import (
     variant_task_names,
 )
 from adapterswap.experiments.evaluation.tasks import LoadedTasks, task_names
-from adapterswap.experiments.sweeps.prepared import _primary
+from adapterswap.experiments.sweeps.tasks import _primary
 from adapterswap.kit.errors import ArgumentError, DataError, FieldError, NotFoundError
 
 Model = tuple[Any, Any]

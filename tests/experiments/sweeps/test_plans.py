@@ -13,7 +13,7 @@ import pytest
 from adapterswap import compose, make_plan, open_adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import why_not_live
-from adapterswap.experiments.sweeps import SweepRecipe, preparing
+from adapterswap.experiments.sweeps import SweepRecipe, plans
 from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.experiments.sweeps.prepared import prepare
 
@@ -64,7 +64,7 @@ def test_a_cell_is_planned_once(
         planned.append(composition)
         return make_plan(composition, *arguments, **options)
 
-    monkeypatch.setattr(preparing, "make_plan", counting)
+    monkeypatch.setattr(plans, "make_plan", counting)
     prepared = prepare(recipe(baselines=[], compositions=[{"method": ["soup", "layer_swap"]}]))
     for cell in (*prepared.grid.cells, *prepared.grid.cells):
         way_of(prepared, cell)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from refusals import refused
 
-from adapterswap.experiments.sweeps import running
+from adapterswap.experiments.sweeps import prepared
 from adapterswap.experiments.sweeps.running import sweep
 from adapterswap.kit.errors import OutputError
 
@@ -18,7 +18,7 @@ def test_a_foreign_folder_is_refused_before_anything_is_read(
     def read(*arguments: object, **options: object) -> None:
         raise AssertionError("experts and tasks were read")
 
-    monkeypatch.setattr(running, "prepare", read)
+    monkeypatch.setattr(prepared, "named_tasks", read)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").touch()
     with refused(OutputError, "out_path"):
