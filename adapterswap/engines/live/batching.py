@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.model.layers import ModelConfig
-from adapterswap.engines.live.inventory import Inventory, beside, factors, parameter_of, scale_of
+from adapterswap.engines.live.inventory import Inventory, factors, other_tensors, parameter_of, scale_of
 from adapterswap.engines.live.switching import Switch, apply_switch, check_loaded
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 
@@ -131,7 +131,7 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
     if len(set(values)) > 1:
         factor = torch.tensor(values, device=tensors.b.device, dtype=tensors.b.dtype).reshape(-1, 1, 1)
     a = tensors.a.T if tensors.embedding else tensors.a
-    return _Share(a, tensors.b, tensors.embedding, index, factor, beside(layer, expert).get("lora_B.bias"))
+    return _Share(a, tensors.b, tensors.embedding, index, factor, other_tensors(layer, expert).get("lora_B.bias"))
 
 
 def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switches: Sequence[Switch]) -> None:

@@ -20,7 +20,7 @@ from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
-from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, beside, factors, is_unloaded
+from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, factors, is_unloaded, other_tensors
 from adapterswap.engines.live.switching import Switch, make_switch
 from adapterswap.kit.errors import AdapterswapError, CompositionError, Problems, check_type
 from adapterswap.kit.files.folders import scratch_folder
@@ -84,7 +84,7 @@ def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
     if part.lora is not None:
         pairs = [(part.lora.a, loaded and loaded.a), (part.lora.b, loaded and loaded.b)]
     if isinstance(part, OpaqueModule):
-        extra = beside(layer, name)
+        extra = other_tensors(layer, name)
         pairs += [(place, extra.get(key)) for key, place in part.beside.items()]
     return pairs
 

@@ -103,9 +103,9 @@ def _fill(name: str, wrapper: Any, coefficients: Mapping[str, float]) -> None:
             parts = [(coefficient, experts[expert][key]) for expert, coefficient in coefficients.items()]
             if abs(base_coefficient) > 1e-12:
                 parts.append((base_coefficient, base[key]))
-            if odd := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
+            if bad := [part for _, part in parts if part.is_meta or not part.is_floating_point()]:
                 raise UnsupportedError(
-                    f"{name} is trained in full and {'offloaded' if odd[0].is_meta else 'quantized'}, so it cannot be "
+                    f"{name} is trained in full and {'offloaded' if bad[0].is_meta else 'quantized'}, so it cannot be "
                     "averaged",
                     f"Give it to one expert in its own rule: {{modules: [{name}], expert: NAME}}",
                     parameter="composition",
@@ -157,7 +157,7 @@ def factors(layer: Any, name: str) -> LoadedFactors | None:
     return None
 
 
-def beside(layer: Any, name: str) -> dict[str, torch.Tensor]:
+def other_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
     """The tensors besides A and B that an adapter has at a layer, by the end of their key after the module's name."""
     tensors = {}
     if name in layer.lora_magnitude_vector:
@@ -347,7 +347,7 @@ class Inventory:
                     parameter=parameter_of(layer) is not None,
                     experts=getattr(layer, "num_experts", 1),
                 )
-                extra = {part: _placeless(f"{module}.{part}", t) for part, t in beside(layer, name).items()}
+                extra = {part: _placeless(f"{module}.{part}", t) for part, t in other_tensors(layer, name).items()}
                 settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
                 variant = OpaqueModule(module, lora.layer, config.title, LORA, extra, settings, lora=lora)
                 parts.append(variant if extra else lora)

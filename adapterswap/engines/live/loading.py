@@ -187,10 +187,10 @@ def load_expert(
             "Write full weights with `merge`, which does not depend on PEFT",
             parameter="expert",
         )
-    if odd := sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys())):
+    if differing := sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys())):
         _remove(peft_model, name)
         raise ExpertError(
-            f"The expert {name!r} does not fit the model: its config and its file disagree on {odd[0]}",
+            f"The expert {name!r} does not fit the model: its config and its file disagree on {differing[0]}",
             "Save the adapter again with PEFT, or write it with `adapterswap slice`",
             parameter="expert",
         )
@@ -286,7 +286,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     """Raise if the base lacks a module of the adapter, has it in another shape, or differs from a copy it carries."""
     problems = Problems(ExpertError)
     modules, parameters = dict(base.named_modules()), _parameters(base)
-    _check_beside(adapter, name, modules, problems)
+    _check_other_parts(adapter, name, modules, problems)
     problems.raise_if_any()
     remedy = "Load it into the base that it was trained on"
     fused = {module.name: module for module in adapter.modules.values() if module.parameter}
@@ -336,7 +336,7 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     check_copies(adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()})
 
 
-def _check_beside(adapter: Adapter, name: str, modules: Mapping[str, Any], problems: Problems) -> None:
+def _check_other_parts(adapter: Adapter, name: str, modules: Mapping[str, Any], problems: Problems) -> None:
     """Report a module that the adapter holds in full and a loaded one adapts, or the reverse: PEFT cannot hold both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper

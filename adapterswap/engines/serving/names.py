@@ -192,9 +192,9 @@ def _from_folder(path: Path) -> Manifest:
 
 def _from_file(path: Path) -> Manifest:
     manifest = read_recipe(path, Manifest)
-    beside = path.absolute().parent
+    folder = path.absolute().parent
 
     def resolve(reference: str) -> str:
-        return str(beside / reference) if is_folder(beside / reference) else reference
+        return str(folder / reference) if is_folder(folder / reference) else reference
 
     return manifest.model_copy(update={"experts": Places(manifest.experts).placed(resolve)})

@@ -153,8 +153,8 @@ def parse_number(text: str, language: str | None = None) -> Decimal | None:
     numbers = find_numbers(text, language)
     if len(numbers) != 1:
         return None
-    beside = text[: numbers[0].start] + text[numbers[0].end :]
-    return None if any(character.isalpha() for character in beside) else numbers[0].value
+    around = text[: numbers[0].start] + text[numbers[0].end :]
+    return None if any(character.isalpha() for character in around) else numbers[0].value
 
 
 def format_number(value: Decimal) -> str:

@@ -238,12 +238,12 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
             "Use the base that the adapter was trained on. If it is, merge the adapter into it with `merge`",
             parameter="adapter",
         ) from None
-    placed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    loaded = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     stored = {key for key in file.tensors if ".base_layer." not in key}
-    if odd := sorted(placed ^ stored):
-        reason = "the base has no such module" if odd[0] in stored else "the file does not contain it"
+    if differing := sorted(loaded ^ stored):
+        reason = "the base has no such module" if differing[0] in stored else "the file does not contain it"
         raise ExpertError(
-            f"The adapter {adapter} does not fit the base model: {odd[0]}: {reason}",
+            f"The adapter {adapter} does not fit the base model: {differing[0]}: {reason}",
             "Use the base that the adapter was trained on",
             parameter="adapter",
         )

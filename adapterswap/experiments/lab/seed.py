@@ -179,7 +179,7 @@ def run_seed(
         ("language", language_rows(scene, seed), language, compositions),
     ):
         tell(f"{name} expert", begin)
-        move = partial(_within, tell, f"{name} expert", begin, end)
+        move = partial(_tell_part, tell, f"{name} expert", begin, end)
         losses[name] = _train(folder, name, rows, seed, move)
     tell("development set", compositions)
     with isolated():
@@ -187,7 +187,7 @@ def run_seed(
         development = Questions(draw_problems(scene, "development", sizes.development), "xx")
         judged = count(1)
         middle = (1 + compositions) / 2
-        half = partial(_within, tell, "development set", compositions, middle)
+        half = partial(_tell_part, tell, "development set", compositions, middle)
 
         def accuracy(plan: Plan) -> float:
             value = judge.accuracy(plan, development)
@@ -206,13 +206,13 @@ def run_seed(
         rounds = [(method, asked) for method in plans for asked in tests]
         for done, (method, asked) in enumerate(rounds, 1):
             right[method][asked] = judge.right(plans[method], tests[asked])
-            _within(tell, "test set", middle, 1.0, done, len(rounds))
+            _tell_part(tell, "test set", middle, 1.0, done, len(rounds))
     write_adapter(judge.swap(bottom, top), folder / "math+language")
     unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
 
 
-def _within(tell: Tell, step: str, begin: float, end: float, done: int, total: int) -> None:
+def _tell_part(tell: Tell, step: str, begin: float, end: float, done: int, total: int) -> None:
     """Tell how far a part of the seed is, between the shares at which it begins and ends."""
     tell(step, begin + (end - begin) * done / total)
 

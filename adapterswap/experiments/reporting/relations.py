@@ -217,10 +217,10 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     layers = run.described.get("num_layers")
     for result in run.results:
         mean = score(result, target, "all")
-        placed = _zones(result.cell, layers)
-        if mean is None or placed is None:
+        zones = _zones(result.cell, layers)
+        if mean is None or zones is None:
             continue
-        (bottom, top), settings = placed
+        (bottom, top), settings = zones
         key = result.cell.family, settings
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]

@@ -353,10 +353,10 @@ class SweepRecipe(StrictModel):
             AdapterswapError: the recipe cannot be read; see `read_recipe`.
         """
         recipe = read_recipe(path, SweepRecipe, overrides, paths=SweepRecipe.PATHS, kind="sweep")
-        beside = Path(path).parent
+        folder = Path(path).parent
 
         def resolve(reference: str) -> str:
-            place = beside / expand(reference)
+            place = folder / expand(reference)
             return str(place) if exists(place) else reference
 
         return with_places(recipe, resolve)

@@ -511,11 +511,11 @@ class TrainRecipe(StrictModel):
         """Everything that no output may overwrite: the base, data files, task files, the recipe and what it extends."""
         sources = [*self.datasets, *((self.validation and self.validation.datasets) or [])]
         include_path = self.selection.include_path if self.selection else None
-        beside = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
+        others = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
         files = [file for source in sources for file in source.files(self.folder)]
         start = self.start.adapter if isinstance(self.start, ChainStart) else self.start
         starts = start.experts.values() if isinstance(start, Composition) else [start]
-        return [self.base_model, *starts, *files, *(self.folder / expand(name) for name in beside), *self.recipe_files]
+        return [self.base_model, *starts, *files, *(self.folder / expand(name) for name in others), *self.recipe_files]
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults, as plain data that can be read back."""

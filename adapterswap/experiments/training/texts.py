@@ -278,7 +278,7 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
     return tools
 
 
-class _Beside:
+class _OtherColumns:
     """What a row's columns give the chat template besides the messages.
 
     Attributes:
@@ -315,7 +315,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
     """A renderer of conversations; the loss is computed on what the template writes for each assistant turn."""
     from jinja2 import TemplateError
 
-    beside = _Beside(chat, unread)
+    columns = _OtherColumns(chat, unread)
 
     def render(row: Row) -> Example | None:
         messages = conversation(row) or []
@@ -323,7 +323,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
         if not turns:
             return None
         messages = [{key: value for key, value in message.items() if key not in _CHOICES} for message in messages]
-        inputs = beside.read(row, messages)
+        inputs = columns.read(row, messages)
         if not turns[0]:
             raise DataError(
                 "The conversation begins with the assistant's turn, before which there is nothing to answer",
