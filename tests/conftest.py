@@ -266,11 +266,11 @@ def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems."""
     from dataclasses import replace
 
-    from adapterswap.experiments.lab import SCENES, Sizes, plan_lab
+    from adapterswap.experiments.lab import SCENES, LabPlan, Sizes
 
     folder = tmp_path_factory.mktemp("small-lab") / "lab-run"
     scene = replace(SCENES["gap"], math_rows=300, language_rows=300)
-    plan_lab(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
+    LabPlan.of(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
     return folder
 
 

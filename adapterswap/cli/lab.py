@@ -102,9 +102,9 @@ def run_constructed(
     as_json: bool,
 ) -> None:
     """Run a scene on pico models."""
-    from adapterswap.experiments.lab import SCENES, plan_lab
+    from adapterswap.experiments.lab import SCENES, LabPlan
 
-    plan = plan_lab(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
+    plan = LabPlan.of(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return

@@ -109,7 +109,7 @@ def sweep_command(
     """
     from adapterswap.core import choose_device
     from adapterswap.experiments.sweeps import SweepRecipe, prepare, summarize, sweep
-    from adapterswap.experiments.sweeps.running import estimate
+    from adapterswap.experiments.sweeps.running import Estimate
     from adapterswap.kit.files.yaml import find_recipe
 
     only_with("--ray", ray, "workers")
@@ -142,7 +142,7 @@ def sweep_command(
         return
     if dry_run:
         choose_device(device)
-        expected = estimate(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
+        expected = Estimate.of(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
         if Processes.is_first():
             if as_json:
                 strips = {name: plan.strip for name, plan in prepared.by_rules}

@@ -8,9 +8,9 @@ demonstrate a mechanism and do not reproduce the papers' numbers. Importing this
 
 from __future__ import annotations
 
-from adapterswap.experiments.lab.run import LabPlan, plan_lab
+from adapterswap.experiments.lab.run import LabPlan
 from adapterswap.experiments.lab.scenes import SCENES, Scene
 from adapterswap.experiments.lab.seed import SeedResult, Sizes
 from adapterswap.experiments.lab.study import Study
 
-__all__ = ["SCENES", "LabPlan", "Scene", "SeedResult", "Sizes", "Study", "plan_lab"]
+__all__ = ["SCENES", "LabPlan", "Scene", "SeedResult", "Sizes", "Study"]

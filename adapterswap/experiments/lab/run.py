@@ -76,6 +76,24 @@ class LabPlan:
     sizes: Sizes = DEFAULT_SIZES
     overwrite: bool = False
 
+    @staticmethod
+    def of(
+        scene: Scene,
+        seeds: int,
+        out_path: str | Path,
+        *,
+        rebuild_base: bool = False,
+        sizes: Sizes = DEFAULT_SIZES,
+        overwrite: bool = False,
+    ) -> LabPlan:
+        """Check a run of the lab; the arguments are the fields, with `scene` one of `SCENES`.
+
+        Raises:
+            OutputError: `out_path` exists or cannot be written.
+        """
+        LAB.check(out_path, overwrite=overwrite)
+        return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
+
     @property
     def pretrained(self) -> tuple[int, ...]:
         """The seeds whose base is pretrained, not taken from the package (about three minutes each on a core)."""
@@ -135,21 +153,3 @@ class LabPlan:
                 with STYLE.applied():
                     save(_words(study), folder, "words", ["png"])
         return study
-
-
-def plan_lab(
-    scene: Scene,
-    seeds: int,
-    out_path: str | Path,
-    *,
-    rebuild_base: bool = False,
-    sizes: Sizes = DEFAULT_SIZES,
-    overwrite: bool = False,
-) -> LabPlan:
-    """Check a run of the lab; the arguments are the fields of `LabPlan`, with `scene` one of `SCENES`.
-
-    Raises:
-        OutputError: `out_path` exists or cannot be written.
-    """
-    LAB.check(out_path, overwrite=overwrite)
-    return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)

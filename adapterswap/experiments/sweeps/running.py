@@ -73,68 +73,68 @@ class Estimate:
             del content["engine"]
         return content
 
+    @staticmethod
+    def of(
+        prepared: PreparedSweep,
+        out_path: str | Path | None = None,
+        *,
+        overwrite: bool = False,
+        tokens_per_second: float | None = None,
+    ) -> Estimate:
+        """What `sweep` would do. Builds the prompts, which must fit the model.
 
-def estimate(
-    prepared: PreparedSweep,
-    out_path: str | Path | None = None,
-    *,
-    overwrite: bool = False,
-    tokens_per_second: float | None = None,
-) -> Estimate:
-    """What `sweep` would do. Builds the prompts, which must fit the model.
+        Args:
+            prepared: the sweep.
+            out_path: the folder of the sweep, whose results count as finished.
+            overwrite: see `sweep`.
+            tokens_per_second: how fast the engine generates, in all requests together.
 
-    Args:
-        prepared: the sweep.
-        out_path: the folder of the sweep, whose results count as finished.
-        overwrite: see `sweep`.
-        tokens_per_second: how fast the engine generates, in all requests together.
+        Raises:
+            AdapterswapError: see `Exam.preview` and `check_out_path`.
+        """
+        findings = Findings()
+        if out_path is not None:
+            findings = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
+        grid = prepared.grid
+        previews = prepared.exam(prepared.tasks).preview()
+        requests = {task.name: task.num_requests for task in previews}
+        tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
 
-    Raises:
-        AdapterswapError: see `Exam.preview` and `check_out_path`.
-    """
-    findings = Findings()
-    if out_path is not None:
-        findings = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-    grid = prepared.grid
-    previews = prepared.exam(prepared.tasks).preview()
-    requests = {task.name: task.num_requests for task in previews}
-    tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
+        def of_all(cells: Iterable[Cell], numbers: Mapping[str, int]) -> int:
+            return sum(numbers[task] for cell in cells for task in cell.tasks)
 
-    def of_all(cells: Iterable[Cell], numbers: Mapping[str, int]) -> int:
-        return sum(numbers[task] for cell in cells for task in cell.tasks)
-
-    cells = expected(prepared, findings.seen)
-    pending = [cell for cell in cells if cell.cell not in findings.seen]
-    evaluated = {result.cell.identity for result in findings.results.values()}
-    new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
-    copied = len(pending) - len(new)
-    pending = [cell for cell in pending if new.get(cell.identity) is cell]
-    ways = Counter(way_of(prepared, cell) for cell in pending)
-    measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
-    remaining_requests, remaining_tokens = of_all(pending, requests), of_all(pending, tokens)
-    seconds = None
-    if measured:
-        spent = sum(sum(result.seconds.values()) for result in measured)
-        seconds = spent / of_all((result.cell for result in measured), requests) * remaining_requests
-    elif tokens_per_second is not None and remaining_tokens:
-        seconds = remaining_tokens / tokens_per_second
-    return Estimate(
-        cells=len(cells),
-        finished=len(findings.results),
-        given_up=len(findings.seen) - len(findings.results),
-        families=dict(Counter(cell.family for cell in cells)),
-        left_out=grid.left_out,
-        repeated=grid.repeated,
-        documents={name: info.num_docs for name, info in prepared.tasks.items()},
-        requests=remaining_requests,
-        tokens=remaining_tokens,
-        switched=ways["switched"],
-        reduced=ways["reduced"],
-        merged=ways["merged"],
-        copied=copied,
-        seconds=seconds,
-        engine=None if prepared.settings.engine == "transformers" else needed(prepared),
-    )
+        cells = expected(prepared, findings.seen)
+        pending = [cell for cell in cells if cell.cell not in findings.seen]
+        evaluated = {result.cell.identity for result in findings.results.values()}
+        new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
+        copied = len(pending) - len(new)
+        pending = [cell for cell in pending if new.get(cell.identity) is cell]
+        ways = Counter(way_of(prepared, cell) for cell in pending)
+        measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
+        remaining_requests, remaining_tokens = of_all(pending, requests), of_all(pending, tokens)
+        seconds = None
+        if measured:
+            spent = sum(sum(result.seconds.values()) for result in measured)
+            seconds = spent / of_all((result.cell for result in measured), requests) * remaining_requests
+        elif tokens_per_second is not None and remaining_tokens:
+            seconds = remaining_tokens / tokens_per_second
+        return Estimate(
+            cells=len(cells),
+            finished=len(findings.results),
+            given_up=len(findings.seen) - len(findings.results),
+            families=dict(Counter(cell.family for cell in cells)),
+            left_out=grid.left_out,
+            repeated=grid.repeated,
+            documents={name: info.num_docs for name, info in prepared.tasks.items()},
+            requests=remaining_requests,
+            tokens=remaining_tokens,
+            switched=ways["switched"],
+            reduced=ways["reduced"],
+            merged=ways["merged"],
+            copied=copied,
+            seconds=seconds,
+            engine=None if prepared.settings.engine == "transformers" else needed(prepared),
+        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab
+from adapterswap.experiments.lab import SCENES, LabPlan, Sizes, Study
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     scene = replace(SCENES["gap"], math_rows=1500, language_rows=1500)
     folder = tmp_path_factory.mktemp("lab") / "run"
     reports: list[tuple[int, str, float]] = []
-    plan = plan_lab(scene, 1, folder, sizes=Sizes(development=60, test=120))
+    plan = LabPlan.of(scene, 1, folder, sizes=Sizes(development=60, test=120))
     study = plan.run(tell=lambda *news: reports.append(news))
     return Run(study, folder, reports)

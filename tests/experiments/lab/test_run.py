@@ -17,7 +17,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap import AdapterswapError, layer_swap
-from adapterswap.experiments.lab import SCENES, Sizes, Study, plan_lab
+from adapterswap.experiments.lab import SCENES, LabPlan, Sizes, Study
 from adapterswap.experiments.lab.bases import write_base
 from adapterswap.experiments.lab.run import LAB
 from adapterswap.experiments.lab.scenes import draw_problems
@@ -121,7 +121,7 @@ def test_which_folders_may_be_replaced(run: Run, tmp_path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         path.touch()
         with pytest.raises(AdapterswapError, match="did not write"):
-            plan_lab(SCENES["gap"], 1, record.parent, overwrite=True)
+            LabPlan.of(SCENES["gap"], 1, record.parent, overwrite=True)
         path.unlink()
         if path.parent.name == "mine":
             path.parent.rmdir()
@@ -173,5 +173,5 @@ def test_tables_show_means_spreads_and_paired_differences() -> None:
 def test_a_failing_seed_leaves_nothing_behind(tmp_path: Path) -> None:
     broken = replace(SCENES["gap"], math_rows=0)
     with pytest.raises(AdapterswapError):
-        plan_lab(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)).run()
+        LabPlan.of(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)).run()
     assert list(tmp_path.iterdir()) == []

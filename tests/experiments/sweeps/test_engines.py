@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from adapterswap import evaluate
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, sweep
-from adapterswap.experiments.sweeps.running import estimate
+from adapterswap.experiments.sweeps.running import Estimate
 from adapterswap.kit.errors import ArgumentError, DependencyError, FieldError, RunError, UnsupportedError
 from experiments.evaluation.conftest import byte_tokenizer
 
@@ -303,7 +303,7 @@ def test_a_rank_that_vllm_does_not_take_is_found_before_it_starts(tmp_path: Path
     content = sweep_of(world, **experts, compositions=[{"method": "soup"}], settings={"engine": "vllm"})
     prepared = prepare(SweepRecipe.model_validate(content))
     with refused(UnsupportedError, "engine", match="rank 600"):
-        estimate(prepared)
+        Estimate.of(prepared)
 
 
 def test_an_engine_is_not_mixed_with_another(world: Path, tmp_path: Path, recipe: Callable[..., SweepRecipe]) -> None:

@@ -17,7 +17,7 @@ from adapterswap.experiments.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Halving, Search
 from adapterswap.experiments.sweeps.results import Findings, RungResult, TaskValue
-from adapterswap.experiments.sweeps.running import estimate
+from adapterswap.experiments.sweeps.running import Estimate
 from adapterswap.experiments.sweeps.search import ask, rungs
 
 from .conftest import plain
@@ -178,7 +178,7 @@ def test_an_interrupted_search_asks_the_same_questions(
             lines = path.read_bytes().splitlines(keepends=True)
             torn = lines[kept][:20]
             (tmp_path / "cut" / path.name).write_bytes(b"".join(lines[:kept]) + torn)
-        result = estimate(prepared, tmp_path / "cut")
+        result = Estimate.of(prepared, tmp_path / "cut")
         assert (result.cells, result.finished) == (4 + 2 * 8, kept_cells)
         sweep(prepared, tmp_path / "cut", device="cpu")
         assert plain(tmp_path / "cut") == plain(undisturbed)

@@ -18,7 +18,7 @@ from adapterswap.experiments.sweeps.grid import Trial
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
 from adapterswap.experiments.sweeps.results import CellResult, Findings, TaskValue
-from adapterswap.experiments.sweeps.running import estimate
+from adapterswap.experiments.sweeps.running import Estimate
 from adapterswap.experiments.sweeps.search import ask, batches
 from adapterswap.kit.errors import DataError, FieldError
 
@@ -88,7 +88,7 @@ def searching(content: Content, world: Path) -> Callable[..., SweepRecipe]:
 def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
     search = {"trials": 5, "family": "swap"}
     prepared = prepare(searching(search=search))
-    assert estimate(prepared).families == {
+    assert Estimate.of(prepared).families == {
         "base": 1, "task expert": 2, "language expert": 1, "swap": 2 * 5, "parts": 2 * 2,
     }  # fmt: skip
     reports: list[SweepProgress] = []
