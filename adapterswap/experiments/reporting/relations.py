@@ -217,10 +217,10 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     layers = run.described.get("num_layers")
     for result in run.results:
         mean = score(result, target, "all")
-        zones = _zones(result.cell, layers)
-        if mean is None or zones is None:
+        cell_zones = _zones(result.cell, layers)
+        if mean is None or cell_zones is None:
             continue
-        (bottom, top), settings = zones
+        (bottom, top), settings = cell_zones
         key = result.cell.family, settings
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]
