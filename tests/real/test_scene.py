@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 import adapterswap as asw
 from adapterswap.experiments.lab.french import over_templates, plan_french, write_task
 from adapterswap.experiments.lab.smollm2 import package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import EACH, draw_problems, questions_of, templates, training_rows
-from adapterswap.kit.errors import NotFoundError, OutputError
+from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError
 
 from .conftest import EXAMPLE, EXPERTS
 
@@ -57,6 +58,13 @@ def test_problems_are_different_and_their_answers_right() -> None:
     asked = questions_of([*tests, *development], "en")
     rows = training_rows(50, 3, exclude=asked)
     assert not {row["prompt"] for row in rows} & {f"Question: {question}\nAnswer:" for question in asked}
+
+
+def test_more_problems_than_a_template_has_are_refused() -> None:
+    with refused(ArgumentError, "each"):
+        draw_problems("test", 65)
+    with refused(ArgumentError, "number"):
+        training_rows(65 * len(templates()), 0)
 
 
 def test_the_data_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ for the same seed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
+
+from adapterswap.kit.errors import ArgumentError
 
 Part = Literal["development", "test"]
 
@@ -54,6 +56,7 @@ _SPANISH_MASCULINE = {"libros", "bolígrafos", "sombreros", "juguetes"}
 _ENGLISH_PRONOUNS = {"m": ("he", "his", "him"), "f": ("she", "her", "her")}
 _LARGEST = 30  # the largest number that is added to or subtracted from
 _DIGIT = (2, 9)
+_TRIES = 5000  # a template with only two numbers has 64 problems
 
 
 @dataclass(frozen=True)
@@ -177,21 +180,18 @@ def _fields(language: str, first: _Person, second: _Person, thing: int) -> dict[
 
 
 def draw_problems(part: Part, each: int | None = None, seed: int = 0) -> list[WordProblem]:
-    """Different problems of every template of a part, `each` of them (by default those of `EACH`)."""
+    """Different problems of every template of a part, `each` of them (by default those of `EACH`).
+
+    Raises:
+        ArgumentError: a template has fewer problems.
+    """
     problems: list[WordProblem] = []
     for template in templates():
         if template.part == part:
             rng = Random(f"{part} {template.name} {seed}")
-            problems += _different(template, rng, each or EACH[part])
+            seen: set[str] = set()
+            problems += [_draw_other(template, rng, "en", seen, parameter="each") for _ in range(each or EACH[part])]
     return problems
-
-
-def _different(template: Template, rng: Random, number: int) -> Iterator[WordProblem]:
-    drawn: dict[str, WordProblem] = {}
-    while len(drawn) < number:
-        problem = draw_problem(template, rng)
-        drawn.setdefault(problem.questions["en"], problem)
-    yield from drawn.values()
 
 
 def training_rows(number: int, seed: int, *, language: str = "en", exclude: Iterable[str] = ()) -> list[dict[str, str]]:
@@ -199,17 +199,31 @@ def training_rows(number: int, seed: int, *, language: str = "en", exclude: Iter
 
     Args:
         exclude: questions that must not be among them, such as those of `draw_problems`.
+
+    Raises:
+        ArgumentError: a template has fewer problems.
     """
     rng = Random(f"training {language} {seed}")
     seen = set(exclude)
-    rows: list[dict[str, str]] = []
-    while len(rows) < number:
-        problem = draw_problem(templates()[len(rows) % len(templates())], rng)
-        if problem.questions[language] not in seen:
-            seen.add(problem.questions[language])
-            rows.append({"prompt": problem.prompt(language), "completion": f" {problem.answer}"})
+    turns = (templates()[turn % len(templates())] for turn in range(number))
+    problems = [_draw_other(template, rng, language, seen, parameter="number") for template in turns]
+    rows = [{"prompt": problem.prompt(language), "completion": f" {problem.answer}"} for problem in problems]
     rng.shuffle(rows)
     return rows
+
+
+def _draw_other(template: Template, rng: Random, language: str, seen: set[str], *, parameter: str) -> WordProblem:
+    """A problem whose question is not in `seen`, to which it is added."""
+    for _ in range(_TRIES):
+        problem = draw_problem(template, rng)
+        question = problem.questions[language]
+        if question not in seen:
+            seen.add(question)
+            return problem
+    raise ArgumentError(
+        f"{_TRIES} draws found no further problem of template {template.name}", "Ask for fewer problems",
+        parameter=parameter,
+    )  # fmt: skip
 
 
 def questions_of(problems: Sequence[WordProblem], language: str) -> list[str]:
