@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="pico")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--base-model", type=Path, help="A base of your own, with --rows.")
     parser.add_argument("--rows", type=Path, help="JSON lines with prompt and completion.")
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument("--route", choices=ROUTES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
     if options.route:
         Clock.install(options.device)
         train_plainly(options) if options.route.startswith("TRL") else train_here(options)
@@ -90,6 +92,8 @@ def take_turns(routes: Sequence[str], options: argparse.Namespace) -> dict[str, 
         options.size,
         "--device",
         options.device,
+        "--dtype",
+        options.dtype,
         "--steps",
         options.steps,
         "--scratch",
@@ -242,7 +246,7 @@ def make_base_and_rows(options: argparse.Namespace) -> None:
         num_key_value_heads=kv,
     )
     with torch.device(options.device):
-        model = LlamaForCausalLM(config).to(torch.bfloat16 if options.device == "cuda" else torch.float32)
+        model = LlamaForCausalLM(config).to(getattr(torch, options.dtype))
     base = options.scratch / "base"
     model.save_pretrained(base)
     words = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
@@ -256,6 +260,11 @@ def make_base_and_rows(options: argparse.Namespace) -> None:
             half = length // 2
             row = {"prompt": " ".join(text[:half]), "completion": " " + " ".join(text[half:])}
             file.write(json.dumps(row) + "\n")
+
+
+def longest(options: argparse.Namespace, length: int) -> int:
+    """The longest row allowed: rows of one's own have at most 256 tokens."""
+    return 256 if options.rows else max(length, 1024)
 
 
 def train_here(options: argparse.Namespace) -> None:
@@ -274,9 +283,10 @@ def train_here(options: argparse.Namespace) -> None:
                 "max_steps": options.steps,
                 "batch_size": rows,
                 "gradient_accumulation": batches,
-                "max_length": max(length, 1024),
+                "max_length": longest(options, length),
                 "gradient_checkpointing": options.size == "8b",
                 "device": options.device,
+                "dtype": options.dtype,
                 "save_every_samples": None,
                 "logging_steps": 1,
                 "schedule": "constant",
@@ -299,20 +309,20 @@ def train_plainly(options: argparse.Namespace) -> None:
     base = options.scratch / "base"
     projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     trainer = SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16 if cuda else torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, options.dtype)),
         args=SFTConfig(
             output_dir=str(options.scratch / "plain"),
             max_steps=options.steps,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=batches,
             learning_rate=1e-4,
-            max_length=max(length, 1024),
+            max_length=longest(options, length),
             gradient_checkpointing=options.size == "8b" or options.route != "TRL",
             lr_scheduler_type="constant",
             logging_steps=1,
             seed=0,
             data_seed=0,
-            bf16=cuda,
+            bf16=options.dtype == "bfloat16",
             use_cpu=not cuda,
             save_strategy="no",
             report_to="none",
