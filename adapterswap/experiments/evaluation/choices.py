@@ -97,9 +97,12 @@ class SharedContexts:
 
 
 def _scored(logits: torch.Tensor, continuations: Sequence[Tokens]) -> Iterator[tuple[float, bool]]:
-    """The likelihood of each continuation from its logits (continuations, width, vocabulary), padded on the right."""
+    """The likelihood of each continuation from its logits (continuations, width, vocabulary), padded on the right.
+
+    In float32: in bfloat16, a log-likelihood of -10 is rounded to a sixteenth, and equal choices would be frequent.
+    """
     for row, text in zip(logits, continuations, strict=True):
-        tokens, own = torch.tensor(text), torch.log_softmax(row[: len(text)], dim=-1)
+        tokens, own = torch.tensor(text), torch.log_softmax(row[: len(text)], dim=-1, dtype=torch.float32)
         yield float(own.gather(1, tokens[:, None]).sum()), bool((own.argmax(-1) == tokens).all())
 
 

@@ -234,6 +234,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                 batch_size=batch_size,
                 backend="causal",
                 think_end_token=settings.think_end_token,
+                softmax_dtype="float32",
             )
         finally:
             del model.tie_weights

@@ -285,7 +285,7 @@ def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[s
         },
         "baselines": ["base", "task", "language", "soup"],
         "tasks": {name: [task_name("test", "fr")] for name in places if not name.startswith("math")},
-        "settings": {"include_path": str(tasks.absolute()), "batch_size": 16},
+        "settings": {"include_path": str(tasks.absolute()), "batch_size": 128},
     }
 
 
