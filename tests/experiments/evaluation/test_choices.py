@@ -68,6 +68,17 @@ def test_the_answers_are_those_of_whole_texts(kind: str) -> None:
         assert greedy == expected_greedy
 
 
+def test_a_likelihood_in_bfloat16_is_as_fine_as_its_logits() -> None:
+    model = model_of(PLAIN["llama"]).bfloat16()
+    context, continuation = REQUESTS[1]
+    with torch.no_grad():
+        read = SharedContexts(model).read([context])
+    assert read is not None
+    expected = read[1][0].float().log_softmax(-1)[continuation[0]].item()
+    assert answered(model, size=1)[1][0] == near(expected)
+    assert torch.tensor(expected).bfloat16().item() != near(expected)
+
+
 def test_an_adapter_on_top_takes_part() -> None:
     model = get_peft_model(model_of(PLAIN["llama"]), LoraConfig(target_modules="all-linear", r=2))
     noisy(model, 1, scale=0.5)

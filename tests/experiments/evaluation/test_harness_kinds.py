@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,17 @@ def likelihoods(model: Any, tokenizer: Any, context: str, text: str) -> tuple[fl
     before = tokenizer(context)["input_ids"] if context else [tokenizer.bos_token_id]
     ids = torch.tensor([before + tokenizer(text)["input_ids"]])
     with torch.no_grad():
-        logs = model(ids).logits[0].log_softmax(-1)
+        logs = model(ids).logits[0].float().log_softmax(-1)
     greedy = all(int(logs[i - 1].argmax()) == int(ids[0, i]) for i in range(begin, ids.shape[1]))
     return sum(float(logs[i - 1, ids[0, i]]) for i in range(begin, ids.shape[1])), greedy
+
+
+def test_the_likelihood_of_a_text_in_bfloat16_is_as_fine_as_its_logits(byte_model: Model, kinds: Path) -> None:
+    model, tokenizer = deepcopy(byte_model[0]).bfloat16(), byte_model[1]
+    task = run((model, tokenizer), kinds, "pico_perplexity", batch_size=1).tasks["pico_perplexity"]
+    total = sum(likelihoods(model, tokenizer, "", row["text"])[0] for row in ROWS)
+    size = sum(len(row["text"].encode()) for row in ROWS)
+    assert math.log(task.score(metric="byte_perplexity").value) == near(-total / size, depth=LAYERS)
 
 
 def test_perplexity_of_whole_texts(byte_model: Model, kinds: Path) -> None:
