@@ -86,7 +86,7 @@ def truncation() -> None:
     import torch
     from peft import get_peft_model
 
-    from adapterswap.core.changes.joint import truncate
+    from adapterswap.core.changes.joint import Joint, mixed
     from adapterswap.core.changes.reading import Factors
 
     for out, into in ((4096, 4096), (14336, 4096)):
@@ -96,11 +96,15 @@ def truncation() -> None:
             for _ in range(2)
         ]
         scale = 16 / 8
-        terms = [(0.5, Factors(a.numpy(), scale * b.numpy())) for a, b in parts]
+        changes = [Factors(a.numpy(), scale * b.numpy()) for a, b in parts]
         times = []
         for _ in range(5):
             start = time.perf_counter()
-            ours = truncate(Factors.concatenated(terms), rank=64)
+            joint, weights = Joint(changes), [0.5, 0.5]
+            spectrum, rank, _ = joint.cut(weights, rank=64, error=None)
+            left, right = joint.mixture(weights, spectrum, rank)
+            mixed([change.a for change in changes], right.T, 0).astype(np.float32)
+            mixed([change.b for change in changes], left, 1).astype(np.float32)
             times.append(time.perf_counter() - start)
         model = get_peft_model(
             torch.nn.Sequential(torch.nn.Linear(into, out, bias=False)), lora("0"), adapter_name="a0"
@@ -114,8 +118,8 @@ def truncation() -> None:
         theirs = time.perf_counter() - start
         core = (
             np.linalg.svd(
-                np.linalg.qr(np.concatenate([t.b for _, t in terms], axis=1).astype(np.float64))[1]
-                @ np.linalg.qr(np.concatenate([t.a for _, t in terms]).T.astype(np.float64))[1].T,
+                np.linalg.qr(np.concatenate([change.b for change in changes], axis=1).astype(np.float64))[1]
+                @ np.linalg.qr(np.concatenate([change.a for change in changes]).T.astype(np.float64))[1].T,
                 compute_uv=False,
             )[:64]
             / 2
@@ -123,7 +127,7 @@ def truncation() -> None:
         print(
             f"truncate {out}×{into} from rank 128 to 64: {np.median(times) * 1000:.0f} ms; PEFT svd {theirs:.1f} s, "
             f"{theirs / np.median(times):.0f} × as long; singular values agree to "
-            f"{np.max(np.abs(ours.singular_values - core) / core[0]):.1e} with float64"
+            f"{np.max(np.abs(spectrum.sigma[:64] - core) / core[0]):.1e} with float64"
         )
 
 

@@ -10,7 +10,7 @@ possible, else as the first module and the number of others.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -498,7 +498,7 @@ class Adapter:
         config, container = held.config, None
         with problems.collect():
             container = layer_container([*held.parts, *held.saved])
-        read = list(held.read(keys.shared, container, folder, problems))
+        read = held.read(keys.shared, container, folder, problems)
         if config.trained_tokens and not any(TOKENS in tensors for tensors in held.saved.values()):
             problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
         kept = None
@@ -600,19 +600,18 @@ class _Held:
         saved = keys.saved | {name: {**keys.saved.get(name, {}), TOKENS: rows[name]} for name in tied}
         return _Held(config, {}, saved, ignored=ignored, tied=tied)
 
-    def read(
-        self, shared: Mapping[str, Tensor], container: str | None, folder: Path, problems: Problems
-    ) -> Iterator[Part]:
+    def read(self, shared: Mapping[str, Tensor], container: str | None, folder: Path, problems: Problems) -> list[Part]:
         """The parts; `shared` as in `SortedKeys`, and `container` as in `Adapter`."""
-        config = self.config
+        config, read = self.config, list[Part]()
         ranks, alphas = config.resolved(self.parts)
         for name, tensors in self.parts.items():
             try:
                 if isinstance(tensors, FactorTensors):
                     given = ranks[name], alphas[name]
-                    yield _lora(name, tensors, config, given, container, folder, parameter=name in self.parameters)
+                    parameter = name in self.parameters
+                    read.append(_lora(name, tensors, config, given, container, folder, parameter=parameter))
                 else:
-                    yield _opaque(name, tensors, shared, config, container, folder)
+                    read.append(_opaque(name, tensors, shared, config, container, folder))
             except AdapterswapError as error:
                 problems.keep(error)
         for name, own_tensors in self.saved.items():
@@ -623,7 +622,8 @@ class _Held:
                     )
                 layer = ModuleName(name).layer(container)
                 rows = _trained_rows(name, layer, own_tensors, config, folder) if TOKENS in own_tensors else ()
-                yield FullModule(name, layer, own_tensors, rows, self.tied.get(name, {}))
+                read.append(FullModule(name, layer, own_tensors, rows, self.tied.get(name, {})))
+        return read
 
 
 def _tied_rows(

@@ -390,8 +390,7 @@ def _conversion(record: CompositionRecord) -> list[str]:
         return []
     if not conversion.modules:
         return ["converted from a pickled file (adapter_model.bin)"]
-    ranks = sorted({module["rank"] for module in conversion.modules.values()})
-    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    rank = _ranks(conversion.modules.values())
     error = escaped(error_text(conversion.relative_error or 0.0))
     if conversion.peft_type == "LORA":
         return [f"modules trained in full were converted to LoRA of {rank}: the relative error of their ΔW is {error}"]
@@ -403,11 +402,15 @@ def _truncation(record: CompositionRecord) -> list[str]:
     if not record.reduced:
         return []
     worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
-    ranks = sorted({module["rank"] for module in record.reduced.values()})
-    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    rank = _ranks(record.reduced.values())
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
     verb = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
     return [f"{count} {verb} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
+
+
+def _ranks(modules: Iterable[Mapping[str, int | float]]) -> str:
+    ranks = sorted({module["rank"] for module in modules})
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
 
 
 def _list(lines: Iterable[str]) -> str:
