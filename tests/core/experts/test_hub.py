@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from huggingface_hub import constants
 
 from adapterswap.cli.publishing import check_repository
 from adapterswap.kit.errors import ArgumentError
+
+Run = Callable[..., Result]
 
 
 class Hub(ThreadingHTTPServer):
@@ -84,7 +87,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[0.01])  # seconds between looks for `shutdown`
     thread.start()
     yield server
     server.shutdown()
@@ -93,29 +96,27 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def online(hub: Hub, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`online("compose", …)` runs the command line in a separate process, whose Hub is `hub`."""
-
-    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_test"}
-        environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-        command = [sys.executable, "-m", "adapterswap", *map(str, arguments), "--push-to-hub", "org/composed"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-    return call
-
-
-Online = Callable[..., subprocess.CompletedProcess[str]]
+def online(hub: Hub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`online("compose", …)` runs the command line in this process, and its Hub is `hub`."""
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    return lambda *arguments, **more: run(*arguments, "--push-to-hub", "org/composed", **more)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_an_upload_contains_the_written_files(
-    hub: Hub, online: Online, math: Path, swahili: Path, tmp_path: Path
-) -> None:
-    result = online("compose", "-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out")
+def test_an_upload_contains_the_written_files(hub: Hub, math: Path, swahili: Path, tmp_path: Path) -> None:
+    """In a process of its own, which reads the Hub's address and token from the environment as a user's does."""
+    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_test"}
+    environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    options = ["-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out", "--push-to-hub", "org/composed"]
+    command = [sys.executable, "-m", "adapterswap", "compose", *map(str, options)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "uploaded: http://127.0.0.1" in result.stderr
     assert hub.created[0]["visibility"] == "private"
@@ -126,7 +127,7 @@ def test_an_upload_contains_the_written_files(
 
 @pytest.mark.parametrize("command", ["slice", "merge", "extract", "merge of a checkpoint"])
 def test_every_command_that_writes_an_expert_uploads_it(
-    command: str, hub: Hub, online: Online, base: Callable[[str], Path], math: Path, tmp_path: Path
+    command: str, hub: Hub, online: Run, base: Callable[[str], Path], math: Path, tmp_path: Path
 ) -> None:
     out, folder = tmp_path / "out", base("llama")
     more = ("--revision", "trial", "--commit-message", "Try this", "--public")
@@ -135,30 +136,30 @@ def test_every_command_that_writes_an_expert_uploads_it(
     elif command == "merge":
         result = online("merge", math, "-o", out, *more)
     else:
-        assert online("merge", math, "-o", tmp_path / "full").returncode == 0
+        online("merge", math, "-o", tmp_path / "full", exit_code=0)
         hub.created.clear()
         hub.files.clear()
         hub.commits.clear()
         cut = ("extract", tmp_path / "full", "--base-model", folder, "--rank", 2, "-o", out)
         composed = ("compose", "-t", tmp_path / "full", "-l", math, "--base-model", folder, "--bottom", 1, "-o", out)
         result = online(*(cut if command == "extract" else composed), *more)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert hub.files == contents(out)
     assert hub.branches == ["trial"]
     assert hub.commits == [("trial", "Try this")]
     assert hub.created[0]["visibility"] == "public"
 
 
-def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Online, math: Path, tmp_path: Path) -> None:
+def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Run, math: Path, tmp_path: Path) -> None:
     hub.is_private = False
     result = online("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
-    assert result.returncode == 3
+    assert result.exit_code == 3
     assert "org/composed is public" in result.stderr
     assert not hub.files
     assert (tmp_path / "out" / "README.md").exists()
 
 
-def test_an_upload_is_checked_before_composing(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_an_upload_is_checked_before_composing(run: Run, math: Path, tmp_path: Path) -> None:
     run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private", exit_code=2)
     odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c", exit_code=2)
     assert "--push-to-hub" in odd.stderr
@@ -168,7 +169,7 @@ def test_an_upload_is_checked_before_composing(run: Callable[..., Result], math:
     assert caught.value.parameter == "push_to_hub"
 
 
-def test_offline_errors_do_not_suggest_logging_in(run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_offline_errors_do_not_suggest_logging_in(run: Run, math: Path, tmp_path: Path) -> None:
     """The whole suite runs with HF_HUB_OFFLINE=1."""
     pushed = run("compose", "-t", math, "-l", "base", "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     opened = run("inspect", "org/absent")
@@ -178,7 +179,7 @@ def test_offline_errors_do_not_suggest_logging_in(run: Callable[..., Result], ma
         assert "log in" not in result.stderr.lower()
 
 
-def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path) -> None:
+def test_without_a_hub_the_folder_stays(run: Run, math: Path, swahili: Path, tmp_path: Path) -> None:
     result = run(
         "compose",
         "-t",
@@ -197,7 +198,7 @@ def test_without_a_hub_the_folder_stays(run: Callable[..., Result], math: Path, 
     assert (tmp_path / "out" / "README.md").exists()
 
 
-def test_nothing_is_uploaded_without_push(hub: Hub, run: Callable[..., Result], math: Path, tmp_path: Path) -> None:
+def test_nothing_is_uploaded_without_push(hub: Hub, run: Run, math: Path, tmp_path: Path) -> None:
     run(
         "compose",
         "-t",
