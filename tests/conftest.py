@@ -35,6 +35,8 @@ atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=Tr
 hypothesis.settings.register_profile("untimed", deadline=None)  # a slow test on a busy machine is not a failure
 hypothesis.settings.load_profile("untimed")
 transformers.utils.logging.disable_progress_bar()
+# Outputs are synced to disk in case the power fails: milliseconds for each file, and no test cuts the power.
+os.fsync = lambda descriptor: None
 # Shells start background jobs with Ctrl-C ignored; the tests that raise SIGINT need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

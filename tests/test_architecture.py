@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -69,11 +70,14 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-MODULES = {
-    name: ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(ROOT.rglob("*.py"))
-    if (name := name_of(path)) not in ("", "__main__")  # the face of the package
-}
+@cache
+def modules() -> dict[str, ast.Module]:
+    """All modules but the face of the package. Parsing them takes seconds, which only the tests below should cost."""
+    return {
+        name: ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(ROOT.rglob("*.py"))
+        if (name := name_of(path)) not in ("", "__main__")
+    }
 
 
 def room_of(name: str) -> str:
@@ -87,7 +91,7 @@ def imported(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adapterswap."):
         module = (node.module or "").removeprefix("adapterswap.")
         names = {f"{module}.{alias.name}" for alias in node.names}
-        return names & MODULES.keys() or {module}
+        return names & modules().keys() or {module}
     return set()
 
 
@@ -138,7 +142,7 @@ PAST_THE_DOOR = 78
 def test_applications_use_the_cores_door() -> None:
     past = {
         f"{node.module}.{alias.name}"
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         if name.split(".")[0] in ("experiments", "cli")
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("adapterswap.core.")
@@ -162,13 +166,13 @@ def test_the_door_opens_and_says_what_is_behind_it() -> None:
 
 
 def test_every_room_is_listed() -> None:
-    assert {room_of(name) for name in MODULES} - WINGS.keys() == set(ROOMS) - WINGS.keys()
-    assert {name.split(".")[0] for name in MODULES} == WINGS.keys()
+    assert {room_of(name) for name in modules()} - WINGS.keys() == set(ROOMS) - WINGS.keys()
+    assert {name.split(".")[0] for name in modules()} == WINGS.keys()
 
 
 def test_a_room_imports_only_rooms_before_it() -> None:
     upward = set()
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             for other in {room_of(module) for module in imported(node)}:
                 if rank(other) > rank(room_of(name)):
@@ -177,7 +181,7 @@ def test_a_room_imports_only_rooms_before_it() -> None:
 
 
 def test_no_import_is_circular() -> None:
-    graph = {name: {other for node in executed(tree) for other in imported(node)} for name, tree in MODULES.items()}
+    graph = {name: {other for node in executed(tree) for other in imported(node)} for name, tree in modules().items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -186,7 +190,7 @@ def test_no_import_is_circular() -> None:
 
 def test_nothing_but_the_command_line_prints() -> None:
     printing = set()
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 printing.add(room_of(name))
@@ -195,7 +199,7 @@ def test_nothing_but_the_command_line_prints() -> None:
 
 def test_kinds_of_changes_are_told_apart_in_one_room() -> None:
     asking = set()
-    for name, tree in MODULES.items():
+    for name, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
                 names = {part.id for part in ast.walk(node.args[1]) if isinstance(part, ast.Name)}
@@ -208,7 +212,7 @@ def test_choices_have_one_order() -> None:
     imported decides the order in which --help lists the choices.
     """
     orders: dict[frozenset[str], set[str]] = {}
-    for tree in MODULES.values():
+    for tree in modules().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
                 choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]

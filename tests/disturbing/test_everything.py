@@ -18,16 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import ALL
 
 from .program import INPUTS, OWN, group_of
 
 HERE = Path(__file__).parent
-COUNTS = {"sweep": 60, "train": 60, "serve": 160} if ALL else {"sweep": 4, "train": 4, "serve": 10}
+COUNTS = {"sweep": 60, "train": 60, "serve": 160}
 FIRST = int(os.environ.get("DISTURBANCES_FROM", "0"))
 WHAT = ["flip", "edit", "replace", "truncate", "delete", "swap"]
 
 Ask = Callable[..., dict[str, Any]]
+
+# `make test` kills each writer (test_kill.py, sweeps/test_dying.py, training/test_interrupted.py), and resumes sweeps,
+# training and caches on inputs that were changed, one kind of input at a time (test_folder.py, test_cache.py).
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import Source
 from adapterswap.engines.serving.composer import other_base
 from adapterswap.experiments.evaluation.subjects import Subject
-from adapterswap.kit.errors import AdapterswapError, CompositionError, ExpertError
+from adapterswap.kit.errors import CompositionError, ExpertError
 from adapterswap.tools.verification import verify
 
 CONFIG, RECORD = "adapter_config.json", "adapterswap.json"
@@ -77,7 +77,7 @@ def test_a_depth_other_than_the_bases_is_refused(
 def test_a_depth_other_than_the_bases_is_refused_in_python(
     math: Path, swahili: Path, base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    with refused(CompositionError, "num_layers", match="`num_layers` is 32"):
+    with refused(CompositionError, "num_layers"):
         adapterswap.layer_swap(math, swahili, num_layers=32, bottom=5, top=2)
     with refused(CompositionError, "num_layers"):
         adapterswap.soup(math, swahili, num_layers=32, base_model=str(base("llama")))
@@ -225,7 +225,7 @@ def test_evaluate_compares_the_depth_with_the_base_that_it_loads(
     plan = adapterswap.layer_swap(math, swahili)
     assert isinstance(plan, adapterswap.Plan)
     with (
-        pytest.raises(AdapterswapError, match="`num_layers` is 7"),
+        refused(CompositionError, "num_layers"),
         Subject(opened, plan=dataclasses.replace(plan, num_layers=7)).loaded(device="cpu"),
     ):
         pass

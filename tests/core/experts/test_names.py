@@ -88,7 +88,7 @@ def test_two_names_of_one_module_are_refused_without_the_base(
         for name, renaming in (("one", lambda key: key), ("other", rename))
     )
     for pair in ((one, other), (other, one)):
-        with refused(ExpertError, "base_model", match="may be the same module"):
+        with refused(ExpertError, "base_model"):
             adapterswap.soup(*pair, num_layers=6)
 
 

@@ -26,7 +26,7 @@ from adapterswap.core.model import sources
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.sources import Reference, Source, hub_reason, hub_remedy, public_name, same_base
 from adapterswap.core.planning.composition import own_name
-from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, NotFoundError
+from adapterswap.kit.errors import BaseModelError, ExpertError, NotFoundError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"
@@ -166,11 +166,11 @@ def test_composing_and_verifying_experts_of_one_repository(
 
 def test_a_folder_of_adapters_is_not_an_adapter(languages: Path, tmp_path: Path) -> None:
     for reference in ("org/languages", tmp_path):
-        with pytest.raises(NotFoundError, match=r"Pass one of the adapters in it: .*bengali.*swahili"):
+        with refused(NotFoundError, match=r"bengali.*swahili"):
             open_adapter(reference)
-    with pytest.raises(NotFoundError, match="no adapter in a folder hindi"):
+    with refused(NotFoundError, "reference", match="hindi"):
         open_adapter("org/languages/hindi")
-    with pytest.raises(NotFoundError, match="does not exist"):
+    with refused(NotFoundError, "base_model"):
         Source.find("org/languages/swahili", ["config.json"], what="base model")
 
 
@@ -184,7 +184,7 @@ def test_paths_are_not_looked_up_on_the_hub(
     (tmp_path / "here" / "local").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
-    with pytest.raises(NotFoundError, match="does not exist"):
+    with refused(NotFoundError, "reference"):
         open_adapter(reference)
     assert Reference(reference).hub_id is None
 
@@ -192,7 +192,7 @@ def test_paths_are_not_looked_up_on_the_hub(
 def test_a_link_out_of_the_cache_in_a_subfolder(languages: Path, tmp_path: Path) -> None:
     (languages / "swahili" / CONFIG).unlink()
     (languages / "swahili" / CONFIG).symlink_to(tmp_path / "swahili" / CONFIG)
-    with pytest.raises(AdapterswapError, match="outside the Hub's cache"):
+    with refused(ExpertError, match="outside the Hub's cache"):
         open_adapter("org/languages/swahili")
 
 

@@ -144,7 +144,7 @@ def test_extract_from_a_head_of_its_own_and_a_tied_base(tmp_path: Path) -> None:
     base, own, equal = (
         write_base(form, tmp_path / form, seed=seed) for seed, form in enumerate(("no head", "own head", "equal head"))
     )
-    with refused(BaseModelError, "base_model", match="does not tie its head"):
+    with refused(BaseModelError, "base_model"):
         adapterswap.extract(own, base, out_path=tmp_path / "adapter", rank=32)
     adapterswap.extract(equal, base, out_path=tmp_path / "adapter", rank=32)
 
@@ -160,13 +160,13 @@ def test_an_adapter_in_the_folder(tmp_path: Path) -> None:
     for path in inside.iterdir():
         shutil.copy(path, base)
     assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(base)), logits(before))
-    with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
+    with refused(BaseModelError, "base_model"):
         adapterswap.merge(adapter, base, out_path=tmp_path / "out")
-    with refused(BaseModelError, "base_model", match="holds both an adapter and full weights"):
+    with refused(BaseModelError, "base_model"):
         OpenedBase.open(str(base))
-    with refused(ExpertError, "reference", match="holds both an adapter and full weights"):
+    with refused(ExpertError, "reference"):
         adapterswap.open_expert(base)
-    with refused(BaseModelError, "base_model", match="is an adapter, not a full model"):
+    with refused(BaseModelError, "base_model"):
         OpenedBase.open(str(adapter))
 
 

@@ -50,7 +50,7 @@ def test_refused_with_a_remedy_that_works(architecture: str, kind: str, tmp_path
     AutoModelForMaskedLM.from_config(getattr(transformers, f"{architecture}Config")(**SIZES)).save_pretrained(base)
     config = LoraConfig(r=3, lora_alpha=5, **OPTIONS[kind])
     adapter = trained(loaded(base), config, tmp_path / "adapter", scale=0.1, save_embedding_layers=False)
-    with refused(UnsupportedError, "base_model", match="transformers computes from other tensors") as refusal:
+    with refused(UnsupportedError, "base_model") as refusal:
         adapterswap.merge(adapter, base, out_path=tmp_path / "merged")
     with safe_open(base / "model.safetensors", "pt") as stored:
         named = [key for key in stored.keys() if key in str(refusal.value)]  # noqa: SIM118

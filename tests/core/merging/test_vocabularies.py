@@ -282,7 +282,7 @@ def test_sums_on_a_base(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
 def test_nonlinear_methods_need_rules_for_the_ends(base_of: Any, expert_of: Make, tmp_path: Path) -> None:
     base, folders = base_of(), {"t": expert_of("two"), "l": expert_of("plain")}
     for options in ({"method": "ties", "density": 0.5}, {"method": "slerp"}, {"method": "dare_ties", "density": 0.5}):
-        with refused(UnsupportedError, "method", match="rows for tokens"):
+        with refused(UnsupportedError, "method"):
             plan_of(folders["t"], folders["l"], base, **options)
     with pytest.raises(AdapterswapError, match="magnitude"):
         plan_of(folders["t"], folders["l"], base, method="soup", weights="magnitude")

@@ -65,7 +65,7 @@ def test_dares_masks_are_seeded_and_of_the_right_density() -> None:
 
 
 def test_nonlinear_methods_need_a_rank(pair: list[Path], tmp_path: Path) -> None:
-    with refused(UnsupportedError, "max_rank", match=r"full rank, and an adapter has a low one\. Pass `max_rank` or"):
+    with refused(UnsupportedError, "max_rank"):
         composed(pair, tmp_path / "out", method="ties", density=0.5)
     assert not (tmp_path / "out").exists()
 

@@ -79,9 +79,9 @@ def words() -> Any:
 
 def test_prefixes_of_peft_that_are_there_twice(math: Path, swahili: Path, tmp_path: Path) -> None:
     twice = renamed(math, tmp_path / "twice", "base_model.model.", "base_model.model.base_model.model.")
-    with refused(BaseModelError, parameter="base_model", match="is there twice"):
+    with refused(BaseModelError, parameter="base_model"):
         adapterswap.layer_swap(twice, twice, bottom=1, top=1)
-    with refused(BaseModelError, parameter="base_model", match="is there twice"):
+    with refused(BaseModelError, parameter="base_model"):
         adapterswap.convert(twice, tmp_path / "out")
 
 

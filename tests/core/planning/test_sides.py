@@ -279,7 +279,7 @@ def test_an_untrained_expert_has_no_magnitude(experts: dict[str, Path], tmp_path
     given = {**experts, "still": still}
     requested = {"method": "soup", "weights": "magnitude", "num_layers": LAYERS}
     plan = adapterswap.compose(Composition(task="a", language="still", **requested), given)
-    with refused(ExpertError, "weights", match="still changes nothing"):
+    with refused(ExpertError, "weights"):
         adapterswap.write_adapter(plan, tmp_path / "out")
     plan = adapterswap.compose(Composition(task="a", language=["b", "still"], **requested), given)
     adapterswap.write_adapter(plan, tmp_path / "out")  # the average does change something

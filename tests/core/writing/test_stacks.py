@@ -416,5 +416,5 @@ class TestRefused:
             adapterswap.analyze({"math": folder / "math"})
         with pytest.raises((UnsupportedError, BaseModelError)):
             plan.export(tmp_path / "out.gguf")
-        with refused(UnsupportedError, "base_model", match="an encoder and a decoder"):
+        with refused(UnsupportedError, "base_model"):
             adapterswap.extract(folder / "base", folder / "base", out_path=tmp_path / "out", rank=4)

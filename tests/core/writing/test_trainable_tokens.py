@@ -326,7 +326,7 @@ def test_a_head_that_may_be_tied(expert: Make, tmp_path: Path) -> None:
 
 def test_other_operations_name_the_reason(expert: Make, bases: dict[bool, Path], tmp_path: Path) -> None:
     one, two, base = expert("default"), expert("regex"), bases[False]
-    with refused(UnsupportedError, "adapter", match="replace the base's"):
+    with refused(UnsupportedError, "adapter"):
         adapterswap.convert(one, tmp_path / "converted", rank=2)
     with refused(UnsupportedError, match="trained tokens"):
         adapterswap.LiveComposer.from_experts(load_base(base), {"t": one})

@@ -294,7 +294,7 @@ def test_live_and_gguf_refuse_lora_on_a_resized_embedding(
     base, lora = bases(False), trained("lora+2")
     with refused(ExpertError, "expert", match="lm_head is 98×32"):
         adapterswap.LiveComposer.from_experts(load_base(base), {"t": lora})
-    with refused(ExpertError, "expert", match="another base"):  # its new rows are other ones
+    with refused(ExpertError, "expert"):  # its new rows are other ones
         adapterswap.LiveComposer.from_experts(resized(base, 98), {"t": lora})
     with refused(ExpertError, "base_model", match="lm_head is 98×32"):
         plan_of(lora, trained("plain"), base, outside="task").export(tmp_path / "out.gguf")

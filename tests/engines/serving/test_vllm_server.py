@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import ALL
 from tolerances import tolerance
 
 from .cases import COMPOSITIONS, LENGTH, PROMPTS
@@ -21,7 +22,7 @@ from .server import Server, serving
 
 pytestmark = [needs_vllm, pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 
-_ROUNDS = 2  # × 5 prompts × 20 compositions = 200 requests
+_ROUNDS, _PROMPTS = 2, PROMPTS if ALL else PROMPTS[:2]  # × 20 compositions: 200 requests, or 80
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +69,15 @@ def difference(answer: Any, steps: list[dict[int, float]]) -> float:
     )
 
 
-def test_200_requests_over_20_compositions_are_all_right(server: Server, reference: Reference) -> None:
-    requests = [(name, prompt) for _ in range(_ROUNDS) for prompt in PROMPTS for name in COMPOSITIONS]
-    assert len(requests) == 200
+def test_many_requests_over_20_compositions_are_all_right(server: Server, reference: Reference) -> None:
+    requests = [(name, prompt) for _ in range(_ROUNDS) for prompt in _PROMPTS for name in COMPOSITIONS]
     with ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(lambda request: server.complete(*request, LENGTH), requests))
-    assert [status for status, _ in answers] == [200] * 200
+    assert {status for status, _ in answers} == {200}
     expected = {
         (name, tuple(prompt)): reference.answer(zones, prompt, LENGTH)
         for name, zones in COMPOSITIONS.items()
-        for prompt in PROMPTS
+        for prompt in _PROMPTS
     }
     worst = 0.0
     for (name, prompt), (_, answer) in zip(requests, answers, strict=True):
@@ -129,6 +129,7 @@ def test_bad_names_are_answered(server: Server, name: str, status: int, expected
     assert "\x1b" not in answer["error"]["message"]
 
 
+@pytest.mark.sampled(5)  # test_serve_cli.py sends them to our part of the server
 @pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}, {"model": "", "stream": True}])
 @pytest.mark.parametrize(
     ("path", "body"),

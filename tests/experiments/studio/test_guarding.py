@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from adapterswap.experiments.studio.workspace import Visitors
 
 from .conftest import Served
 
-pytest.importorskip("gradio")
+pytest.importorskip("httpx")
+pytest.importorskip("starlette")
 
 import httpx
 from starlette.applications import Starlette
@@ -26,6 +28,9 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from adapterswap.experiments.studio.guarding import guards
+
+# Importing Gradio takes seconds, which only the process that runs these tests should spend.
+pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed")
 
 JSON = {"content-type": "application/json"}
 EVIL = {"origin": "https://evil.example"}

@@ -85,7 +85,7 @@ def searching(content: Content, world: Path) -> Callable[..., SweepRecipe]:
     return make
 
 
-def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe], tmp_path: Path) -> None:
+def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe], world: Path, tmp_path: Path) -> None:
     search = {"trials": 5, "family": "swap"}
     prepared = prepare(searching(search=search))
     assert Estimate.of(prepared).families == {
@@ -98,10 +98,11 @@ def test_a_search_judges_cells_of_the_grid(searching: Callable[..., SweepRecipe]
     assert [cell.configuration for cell in swaps[::2]] == [cell.configuration for cell in swaps[1::2]]  # both pairs
     assert len({cell.cell for cell in swaps}) == 10
     assert swaps[0].default  # b = 1 and u = 0 of 6 layers come first
-    whole = sweep(prepare(searching()), tmp_path / "whole", device="cpu")
-    judged = {result.cell.cell: result for result in whole.results}
-    assert len(judged) > len(run.results)
-    assert all(judged[result.cell.cell] == result for result in run.results)
+    grid = prepare(searching(task_experts={"math1": str(world / "math1")}))
+    judged = {result.cell.cell: result for result in sweep(grid, tmp_path / "grid", device="cpu").results}
+    found = [result for result in run.results if "math2" not in result.cell.short]
+    assert len(judged) > len(found) == 1 + 1 + 1 + 5 + 2
+    assert all(judged[result.cell.cell] == result for result in found)
     (row,) = (row for row in summarize(run) if row.family == "swap")
     assert (row.n, row.configurations) == (10, 5)
 

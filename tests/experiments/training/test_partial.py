@@ -128,5 +128,5 @@ def test_invalid_selections_are_refused(make_recipe: MakeRecipe, adapter: dict[s
 
 def test_a_side_without_a_module_is_refused(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe(adapter={"partition": "A", "side": "task", "target_modules": ["q_proj"]})
-    with refused(FieldError, "adapter.partition", match="A .*task side"):
+    with refused(FieldError, "adapter.partition"):
         estimate(recipe)
