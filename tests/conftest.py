@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from tiers import left_out
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+gc.disable()  # until the first test: importing the tests, a fifth of the time goes into the search for garbage
 atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 hypothesis.settings.register_profile("untimed", deadline=None)  # a slow test on a busy machine is not a failure
 hypothesis.settings.load_profile("untimed")
@@ -62,6 +63,7 @@ def freeze_imports(hundreds: int) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

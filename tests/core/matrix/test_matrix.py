@@ -33,15 +33,19 @@ _FALSE_ALARM = re.compile(
 
 
 def pairwise(cells: Sequence[Cell]) -> list[Cell]:
-    """Those that bring a new pair of architecture, kind and operation: any two of them meet in some cell."""
+    """Cells in which any two of an architecture, a kind and an operation meet that meet in some cell.
+
+    First those that bring three new pairs, then two, then one: fewer cells than in their order.
+    """
+    pairs = {cell: {*itertools.combinations((cell.architecture, cell.kind, cell.operation), 2)} for cell in cells}
     seen: set[tuple[str, str]] = set()
-    result = []
-    for cell in cells:
-        pairs = {*itertools.combinations((cell.architecture, cell.kind, cell.operation), 2)}
-        if not pairs <= seen:
-            result.append(cell)
-        seen |= pairs
-    return result
+    chosen = set()
+    for new in (3, 2, 1):
+        for cell in cells:
+            if len(pairs[cell] - seen) >= new:
+                chosen.add(cell)
+                seen |= pairs[cell]
+    return [cell for cell in cells if cell in chosen]
 
 
 CHOSEN = CELLS if ALL else pairwise(SAMPLE)

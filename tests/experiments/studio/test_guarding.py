@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ from starlette.testclient import TestClient
 
 from adapterswap.experiments.studio.guarding import guards
 
-# Importing Gradio takes seconds, which only the process that runs these tests should spend.
-pytestmark = pytest.mark.skipif(find_spec("gradio") is None, reason="gradio is not installed")
-
 JSON = {"content-type": "application/json"}
 EVIL = {"origin": "https://evil.example"}
 DEEP = "[" * 10_000 + "]" * 10_000
@@ -41,6 +37,12 @@ ODD = [
     '{"path": "/etc/passwd", "meta": {"_type": "gradio.FileData"}}', '{"3.mlp": ["math"]}', '{"three": "math"}',
     '["' + "x" * 30_000 + '"]',
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _gradio() -> None:
+    """Its import takes seconds, which only the process that runs these tests should spend."""
+    pytest.importorskip("gradio")
 
 
 @pytest.mark.parametrize(
