@@ -269,7 +269,7 @@ def cases() -> list[Any]:
                     changes["layers_to_transform"] = [1]
                 if value == "eva":
                     changes["eva_config"] = {}
-                marks = [pytest.mark.full] if architecture != "llama" and at % 3 else []
+                marks = [pytest.mark.full] if architecture != "llama" and at % 7 else []
                 found.append(pytest.param(architecture, changes, strict, id=f"{architecture}-{key}-{at}", marks=marks))
     # PEFT shortens a list of 20 names or more, and only then do the layers count.
     parts = (

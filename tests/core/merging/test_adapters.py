@@ -18,6 +18,7 @@ from core.merging.conftest import equal, loaded
 Expert = Callable[..., Path]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     "composition",

@@ -218,6 +218,7 @@ class TestCompose:
 
 
 class TestFullWeights:
+    @pytest.mark.sampled(2)  # as adapters all of them are compared above
     @pytest.mark.parametrize("name", NAMES)
     def test_merging(self, name: str, stacked: Callable[[str], Path], tmp_path: Path) -> None:
         folder = stacked(name)
