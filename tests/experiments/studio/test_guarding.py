@@ -126,7 +126,7 @@ def test_only_what_the_page_sends_is_answered(served: Served, capfd: pytest.Capt
         assert httpx.post(url, content=content, headers=JSON).status_code == 400, content[:80]
     kinds = kinds_of(config)
     of_each_kind = {kinds[part]: place for place, part in enumerate(asking["inputs"][1:])}
-    with httpx.Client() as client:
+    with httpx.Client(timeout=900) as client:
         for place in of_each_kind.values():
             for odd in ODD:
                 marked = json.dumps({**valid, "values": [*values[:place], "here", *values[place + 1 :]]})
@@ -144,7 +144,7 @@ def test_events_show_what_is_wrong_with_their_inputs(served: Served, capfd: pyte
     events = [event for event in config["dependencies"] if event["backend_fn"] and event["queue"] is False]
     assert len(events) > 8
     shown = set()
-    with httpx.Client() as client:
+    with httpx.Client(timeout=900) as client:
         for event in events:
             for place in {kinds[part]: place for place, part in enumerate(event["inputs"])}.values():
                 for odd in ODD if event is events[0] or len(event["inputs"]) < 5 else ODD[::5]:
