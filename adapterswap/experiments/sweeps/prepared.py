@@ -157,14 +157,7 @@ def prepare(
     LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
     problems = Problems(FieldError)
     places = _places(recipe)
-    experts: dict[str, Expert] = {}
-    for name, (place, _) in places.items():
-        with problems.collect():
-            experts[name] = _open(place, _field(name, recipe))
-    _check_together(experts, problems)
-    with problems.collect():
-        base = OpenedBase.open(recipe.base_model)
-    problems.raise_if_any()
+    experts, base = _opened(recipe, places, problems)
     settings = recipe.settings.as_settings(
         confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
     )
@@ -208,6 +201,21 @@ def _places(recipe: SweepRecipe) -> dict[str, tuple[str, str]]:
     for row, adapters in extra_experts(recipe).items():
         places |= {name: (place, row) for name, place in adapters.items()}
     return places
+
+
+def _opened(
+    recipe: SweepRecipe, places: Mapping[str, tuple[str, str]], problems: Problems
+) -> tuple[dict[str, Expert], OpenedBase]:
+    """The experts at these places, which one model can hold together, and the base without its weights."""
+    experts: dict[str, Expert] = {}
+    for name, (place, _) in places.items():
+        with problems.collect():
+            experts[name] = _open(place, _field(name, recipe))
+    _check_together(experts, problems)
+    with problems.collect():
+        base = OpenedBase.open(recipe.base_model)
+    problems.raise_if_any()
+    return experts, base
 
 
 def _check_config_owner(recipe: SweepRecipe, grid: Grid) -> None:
