@@ -38,11 +38,11 @@ ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for
 
 # Names that cross the walls of each room. A number here only falls: lower it when a change makes fewer names public.
 CEILINGS = {
-    "core.model": 59,
+    "core.model": 49,
     "kit.files": 67,
-    "core.planning": 60,
+    "core.planning": 39,
     "core.writing": 29,
-    "core": 51,  # its door
+    "core": 47,  # its door
     "kit": 39,
     "experiments.evaluation": 19,
     "core.changes": 20,
@@ -136,7 +136,7 @@ def test_few_names_cross_a_wall() -> None:
 
 
 # Names of the core that experiments and the command line import past its door. It only falls.
-PAST_THE_DOOR = 78
+PAST_THE_DOOR = 66
 
 
 def test_applications_use_the_cores_door() -> None:

@@ -20,7 +20,7 @@ import adapterswap
 from adapterswap import AdapterswapError
 from adapterswap.core.experts.adapter import compare_shapes
 from adapterswap.core.model.loading import OpenedBase
-from adapterswap.core.planning.composition import expert_name
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.engines.live import load_expert
 from adapterswap.kit.errors import Problems
 
@@ -156,7 +156,7 @@ def test_an_expert_is_named_after_its_folder(
     monkeypatch.chdir(tmp_path)
     if str(reference).startswith("experts/"):
         Path(reference).mkdir(parents=True)
-    assert expert_name(reference, {"taken": None}, "task") == name
+    assert ExpertName.choose(reference, {"taken": None}, "task") == name
 
 
 def test_a_folder_with_a_space_keeps_its_name(run: Run, math: Path, swahili: Path, tmp_path: Path) -> None:

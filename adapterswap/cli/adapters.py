@@ -23,7 +23,7 @@ from adapterswap.cli.printing import (
 )
 from adapterswap.cli.signature import declare
 from adapterswap.core import ModelConfig, format_layers
-from adapterswap.core.model.layers import ModuleName, format_depth, has_both_stacks
+from adapterswap.core.model.layers import Depth, ModuleName, has_both_stacks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -129,7 +129,7 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
     layers = ModelConfig(model.config).stacked_layers
-    depth = f", {format_depth(layers)} layers" if layers is not None else ""
+    depth = f", {Depth(layers)} layers" if layers is not None else ""
     echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
     size, shards = human_bytes(inspection.nbytes), len(model.shards)
     total = inspection.num_parameters
@@ -212,7 +212,7 @@ def slice_command(
     content |= {"of_modules": len(plan.modules), "bytes": nbytes, "share": share}
 
     def show() -> None:
-        of_stack, depth = f"{stack} " if stack else "", format_depth(plan.num_layers)
+        of_stack, depth = f"{stack} " if stack else "", plan.depth
         echo(
             f"{of_stack}layers {kept} of {depth}: {adapted} of {len(plan.modules)} modules, {human_bytes(nbytes)}, "
             f"{share:.0%} of the whole expert"

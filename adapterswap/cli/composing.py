@@ -216,9 +216,7 @@ def _zones_text(plan: Plan) -> str | None:
 
 
 def _zones_of(plan: Plan, stack: Stack | None) -> str:
-    from adapterswap.core.model.layers import depth_of
-
-    composition, count = plan.composition, depth_of(stack, plan.num_layers)
+    composition, count = plan.composition, plan.depth.of(stack)
     bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
     scaled = [
         f"{name} {resolved}"

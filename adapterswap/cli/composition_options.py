@@ -22,8 +22,8 @@ from adapterswap.kit.processes import Processes
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from adapterswap.cli.options import Dtype
     from adapterswap.core import Composition, Plan, Rule
-    from adapterswap.core.planning.mergekit import Dtype
 
 
 RuleText = Annotated[str, "--rule", "RULE"]
@@ -320,7 +320,7 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
-    from adapterswap.core import BASE, expert_name, own_name
+    from adapterswap.core import BASE, ExpertName
     from adapterswap.kit.files.text import is_folder
 
     if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and Processes.is_first():
@@ -329,10 +329,10 @@ def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[st
     sides: dict[str, list[str]] = {"task": [], "language": []}
     for side, references in (("task", tasks), ("language", languages)):
         for reference in references:
-            name = BASE if reference == BASE else expert_name(reference, experts, side)
+            name = BASE if reference == BASE else ExpertName.choose(reference, experts, side)
             sides[side].append(name)
             if name != BASE:
                 experts[name] = reference
-                if name != own_name(reference):
+                if name != ExpertName.of(reference):
                     note(f"using the name {name!r} for {reference}")
     return {"experts": experts, **sides}

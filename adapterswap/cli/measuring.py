@@ -86,7 +86,7 @@ def analyze_command(
 
 def _named(references: tuple[str, ...]) -> dict[str, str]:
     """The experts' paths by name: the name in NAME=PATH, or the last part of the path."""
-    from adapterswap.core import expert_name, own_name
+    from adapterswap.core import ExpertName
     from adapterswap.kit.errors import ArgumentError, Problems
 
     places: dict[str, str] = {}
@@ -94,8 +94,8 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
     for reference in references:
         name, equals, path = reference.partition("=")
         if not equals:
-            name, path = expert_name(reference, places, f"expert-{len(places) + 1}"), reference
-            if name != own_name(reference):
+            name, path = ExpertName.choose(reference, places, f"expert-{len(places) + 1}"), reference
+            if name != ExpertName.of(reference):
                 note(f"using the name {name!r} for {reference}")
         if name in places:
             problems.add(

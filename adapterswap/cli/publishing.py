@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adapterswap.core.model.sources import hub_reason, hub_remedy
+from adapterswap.core.model.sources import HubFailure
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError, reason_of
 from adapterswap.kit.files.text import expand, is_folder
 
@@ -61,11 +61,14 @@ def publish(
             commit = api.upload_folder(repo_id=repo, folder_path=path, commit_message=message, revision=revision)
             return str(commit)
     except Exception as error:  # the Hub's client, its transports and its storage each have errors of their own
+        failure = HubFailure(error)
+        online = "Check the network, log in with `hf auth login`, then upload it with `hf upload`"
         raise OutputError(
-            f"{folder} was written, but could not be uploaded to {repo}: {hub_reason(error)}",
-            hub_remedy(
-                "Check the network, log in with `hf auth login`, then upload it with `hf upload`",
+            f"{folder} was written, but could not be uploaded to {repo}: {failure.reason}",
+            failure.remedy(
+                online,
                 offline="This process is offline: unset HF_HUB_OFFLINE, then upload it with `hf upload`",
+                unreachable=online,
             ),
             parameter="push_to_hub",
         ) from None

@@ -37,16 +37,12 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.composing import slice_layers as slice_layers
     from adapterswap.core.planning.composing import soup as soup
     from adapterswap.core.planning.composing import task_arithmetic as task_arithmetic
-    from adapterswap.core.planning.composition import SIDES as SIDES
     from adapterswap.core.planning.composition import ZONES as ZONES
     from adapterswap.core.planning.composition import Composition as Composition
     from adapterswap.core.planning.composition import Partition as Partition
-    from adapterswap.core.planning.composition import Side as Side
-    from adapterswap.core.planning.composition import expert_name as expert_name
-    from adapterswap.core.planning.composition import own_name as own_name
     from adapterswap.core.planning.describe import error_text as error_text
     from adapterswap.core.planning.making import make_plan as make_plan
-    from adapterswap.core.planning.making import merge_plan as merge_plan
+    from adapterswap.core.planning.names import ExpertName as ExpertName
     from adapterswap.core.planning.places import Place as Place
     from adapterswap.core.planning.places import Places as Places
     from adapterswap.core.planning.plan import Plan as Plan
@@ -82,14 +78,11 @@ _HOME = {
     "parse_layers": "model.layers",
     # Requests
     "Composition": "planning.composition",
+    "ExpertName": "planning.names",
     "Partition": "planning.composition",
     "Place": "planning.places",
     "Places": "planning.places",
-    "SIDES": "planning.composition",
-    "Side": "planning.composition",
     "ZONES": "planning.composition",
-    "expert_name": "planning.composition",
-    "own_name": "planning.composition",
     "BASE": "planning.rules",
     "Rule": "planning.rules",
     "Method": "methods.method",
@@ -105,7 +98,6 @@ _HOME = {
     "soup": "planning.composing",
     "task_arithmetic": "planning.composing",
     "make_plan": "planning.making",
-    "merge_plan": "planning.making",
     "Target": "planning.targets",
     "check_names": "planning.checks",
     "check_base_weights": "planning.base",

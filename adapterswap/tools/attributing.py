@@ -27,7 +27,6 @@ from adapterswap.core.model.layers import format_layers
 from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.composing import compose
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import base_of, merge_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.outputs import map_in_threads
@@ -405,7 +404,7 @@ def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, fl
         if isinstance(expert, Checkpoint):
             located[name] = {key: Whole.of(part.path, part.tensor) for key, part in expert.parameters.items()}
     stated: dict[str, dict[str, float]] = {}
-    for slot in plan if plan.is_model else merge_plan(plan, base):
+    for slot in plan if plan.is_model else plan.merged_into(base):
         odd = slot.opaque or slot.spans or not slot.is_linear or any(term.change.rows for term in slot.whole)
         if odd:
             raise UnsupportedError(
@@ -670,7 +669,7 @@ def attribute(
             )
         places = {name: expert.source.folder for name, expert in plan.experts.items()}
         return _with_companions(_attribute_adapter(open_adapter(folder), plan), beside_adapter(folder, places))
-    base = open_checkpoint(base_model) if plan is None and base_model else base_of(plan, base_model) if plan else None
+    base = plan.open_base(base_model) if plan else open_checkpoint(base_model) if base_model else None
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and Resolved.of(plan).plan
@@ -679,7 +678,7 @@ def attribute(
     beside = beside_model(model, base, places)
     if base.quantization is not None and model.quantization is None:  # then it was made from dequantized weights
         base = base.dequantized()
-    merged = None if plan is None else plan if plan.is_model else merge_plan(plan, base)
+    merged = None if plan is None else plan if plan.is_model else plan.merged_into(base)
     check_precision(model, base, {slot.name for slot in merged or () if slot.terms})
     return _with_companions(_attribute_model(model, base, plan), beside)
 

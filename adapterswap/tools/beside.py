@@ -14,7 +14,7 @@ from adapterswap.core.companions.companions import CompanionPlan, Companions
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import HEADS, ModelConfig
+from adapterswap.core.model.layers import ModelConfig, ModuleName
 
 _TIED = "tie_word_embeddings"
 
@@ -58,7 +58,7 @@ def _stores_a_head_of_its_own(folder: Checkpoint) -> bool:
     """Whether a config unties the head and the weights hold it, as they must where an expert changed only one of the
     two."""
     unties = any(config.get(_TIED) is False for config in (folder.config, ModelConfig(folder.config).language))
-    return unties and any(part.module.rpartition(".")[2] in HEADS for part in folder.parameters.values())
+    return unties and any(ModuleName(part.module).is_head for part in folder.parameters.values())
 
 
 def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:

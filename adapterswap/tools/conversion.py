@@ -23,13 +23,12 @@ from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, Lo
 from adapterswap.core.experts.config import version_of
 from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
-from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import recorded_layers
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
-from adapterswap.core.planning.base import least_depth, named_base
-from adapterswap.core.planning.composing import whole_rules
-from adapterswap.core.planning.composition import Composition, expert_name
+from adapterswap.core.planning.base import least_depth
+from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.adapter import COMPOSED, prepare
 from adapterswap.core.writing.layout import Shape, adapter_config
@@ -257,9 +256,9 @@ def convert(
             opened = Adapter.read(replace(source, folder=lowered))
         opened = replace(
             opened, source=source, base_fingerprints=Records(source.folder).base(),
-            kept_layers=recorded_layers(source.folder, [(part.name, part.layer) for part in opened.parts.values()]),
+            kept_layers=Records(source.folder).kept_layers((part.name, part.layer) for part in opened.parts.values()),
         )  # fmt: skip
-        expert = expert_name(adapter, {}, "expert")
+        expert = ExpertName.choose(adapter, {}, "expert")
         prepared = prepare(_plan_of(opened, expert, base_model), form)
         target = place / "written"
         original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
@@ -388,7 +387,7 @@ def _cut(
     config = read_json(folder / CONFIG)
     base_name = config.get("base_model_name_or_path")
     reference = _base_of(base_name, config.get("revision"), base_model)
-    base = Source.find(reference, WEIGHT_FILES, what="base model")
+    base = Checkpoint.find(reference)
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
     modules: dict[str, ConvertedModule] = {}
@@ -421,12 +420,12 @@ def _cut(
 
 def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
-    return named_base(base_model or (Reference(base_name).at(revision) if isinstance(base_name, str) else None))
+    return Reference.to_base(base_model or (Reference(base_name).at(revision) if isinstance(base_name, str) else None))
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
     """The plan that gives every module to one expert. Without the base, the least possible depth is enough."""
-    composition = Composition(allocation=whole_rules(expert, adapter), base_model=base_model)
+    composition = Composition.of_one(expert, adapter, base_model=base_model)
     try:
         return make_plan(composition, {expert: adapter})
     except (NotFoundError, BaseModelError):

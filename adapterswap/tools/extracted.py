@@ -19,7 +19,7 @@ from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, base_fingerprints, public_name
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Reference, base_fingerprints
 from adapterswap.core.writing.outputs import torch_threads
 from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, Problems
@@ -202,7 +202,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
         differing_keys.append("extracted")
-    if content.get("base_model") != public_name(adapter.config.base_model):
+    named = adapter.config.base_model
+    if content.get("base_model") != (named and Reference(named).public_name):
         differing_keys.append("base_model")
     depth = content.get("num_layers")
     if type(depth) is not int or depth <= max((module.layer or 0 for module in adapter.modules.values()), default=0):

@@ -19,7 +19,7 @@ from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, Kind
-from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, public_name
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Reference
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
@@ -185,7 +185,7 @@ def _write_folder(
     companions = companions_of(pair)
     companions.write(folder)
     beside = sorted(path.relative_to(folder).as_posix() for path in files_in(folder))
-    base = public_name(pair.base.source.name if pair.base.source.revision else base_model)
+    base = Reference(pair.base.source.name if pair.base.source.revision else base_model).public_name
     layers = request["layers"]
     record = ExtractionRecord.of(
         request,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, depth_of, layer_container, stacks_in
+from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
@@ -88,20 +88,11 @@ class Inspection:
         """
         if self.record is None:
             return []
-        from adapterswap.core.planning.describe import Mark, blend_text, draw_strip
-        from adapterswap.core.planning.rules import BASE
+        from adapterswap.core.planning.describe import recorded_strip
 
-        marks, num_layers = [], self.record.num_layers
-        places = self._places(self.record)
-        stacks = stacks_in([name for name, _, _ in places], num_layers)
-        for name, layer, kind in places:
-            owner, stack = self.record.owner_of(name), stacks[name]
-            if layer is not None and layer < depth_of(stack, num_layers) and owner is not None:
-                alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
-                marks.append(Mark(layer, kind, alone, blend, stack))
-        changed = {(mark.stack, mark.layer, mark.kind) for mark in marks if mark.owner != BASE}
-        marks = [mark for mark in marks if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
-        return draw_strip(marks, num_layers, self.record.experts).split("\n")
+        record = self.record
+        owners = [(name, layer, kind, record.owner_of(name)) for name, layer, kind in self._places(record)]
+        return recorded_strip(owners, record.num_layers, record.experts).split("\n")
 
     def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
         """The name, layer and kind of each recorded module; GGUF uses other names than the record."""

@@ -21,7 +21,6 @@ from adapterswap.core.model.layers import (
     NO_LAYER,
     ModelConfig,
     ModuleName,
-    before_layers,
     check_one_list,
     format_layers,
     known_depth,
@@ -130,7 +129,7 @@ def is_outside(name: str, ours: Side, theirs: Side) -> bool:
         return ours.base.find_parameter(name, ours.checkpoint.container) is None
     if not ours.base.is_multimodal or counterpart(name, ours, theirs) in theirs.parameters:
         return False
-    return not name.startswith(before_layers(ours.base.container or ""))
+    return not name.startswith(ours.base.language)
 
 
 # Why an adapter does not hold a parameter, in the words that users read.

@@ -19,8 +19,7 @@ from pydantic import ValidationError
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
-from adapterswap.core.model.checkpoints import WEIGHT_FILES, Checkpoint, open_checkpoint, read_shards
-from adapterswap.core.model.layers import recorded_layers
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint, read_shards
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -31,7 +30,6 @@ from adapterswap.core.model.sources import (
     Source,
     base_fingerprints,
     check_format,
-    public_name,
 )
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
@@ -176,7 +174,7 @@ def verify(
         return _verify_gguf(path, experts or {}, base_model)
     folder = Source.find(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
     if not exists(folder / WEIGHTS):
-        folder = Source.find(path, [*WEIGHT_FILES, PROVENANCE], what="model", parameter="path").folder
+        folder = Checkpoint.find(path, what="model", parameter="path").folder
     trained = {} if exists(folder / PROVENANCE) or not exists(folder / TRAINING_RECORD) else Records(folder).training()
     if "start" in trained:
         return _verify_trained(folder, trained, experts or {})
@@ -276,10 +274,10 @@ def _verify_converted(
         name: replace(converted, base_fingerprints=source.base_fingerprints) for name, source in record.experts.items()
     }
     for name, found in located.items():
+        records = Records(found.folder)
         opened[name] = replace(
-            converted, source=found, base_fingerprints=Records(found.folder).base(),
-            kept_layers=recorded_layers(found.folder),
-        )  # fmt: skip
+            converted, source=found, base_fingerprints=records.base(), kept_layers=records.kept_layers()
+        )
     plan = make_plan(_recorded_composition(folder, record, base_model), opened, recorded=True)
     experts = {name: SourceRecord.of_adapter(adapter, "") for name, adapter in opened.items()}
     recomputed = CompositionRecord.of(plan, experts, record.base, output=record.output, measured={}).content()
@@ -406,7 +404,7 @@ def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str 
     if record.base.revision is not None:
         del content["fingerprints"]
     elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
-        folder = Source.find(base_model, WEIGHT_FILES, what="base model").folder
+        folder = Checkpoint.find(base_model).folder
         content["fingerprints"] = base_fingerprints(folder)
     return SourceRecord.model_validate(content)
 
@@ -418,7 +416,7 @@ def _find_base(
     if recorded is None:
         return None
     base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
-    local = [place for place in base_names if place is not None and public_name(place) == recorded.source]
+    local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
         if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
             return SourceRecord.of_base(Source.find(place, [MODEL_CONFIG], what="base model"))
@@ -487,7 +485,7 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
 
 def _check_precision(folder: Path, record: CompositionRecord, base_model: str | None) -> None:
     """Refuse a base that is the recorded one in a less precise dtype, before everything is computed with it."""
-    base = None if base_model is None else Source.find(base_model, WEIGHT_FILES, what="base model")
+    base = None if base_model is None else Checkpoint.find(base_model)
     recorded = record.base.fingerprints if record.base is not None else {}
     if base is None or not recorded or recorded == base_fingerprints(base.folder):
         return

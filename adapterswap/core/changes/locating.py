@@ -17,7 +17,7 @@ from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModelConfig, ModuleName, has_both_stacks
+from adapterswap.core.model.layers import ModelConfig, ModuleName, has_both_stacks
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor
@@ -89,16 +89,16 @@ def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
 def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tuple[str, str] | None:
     """The keys of a tied embedding and head with the usual names, if the config says that they are tied."""
     outside = {  # without layers that predict further tokens, which may hold copies of both
-        p.module.rpartition(".")[2]: p.name
+        ModuleName(p.module.rpartition(".")[2]): p.name
         for p in skeleton.parameters.values()
         if ModuleName(p.name).layer(skeleton.container) is None
     }
-    embedding = next((name for end, name in outside.items() if end in EMBEDDINGS), None)
+    embedding = next((name for end, name in outside.items() if end.is_embedding), None)
     if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
         return None
-    ends = {name.rpartition(".")[2] for adapter in adapters.values() for name in adapter.parts}
-    head = next((name for end, name in outside.items() if end in HEADS), None)
-    return embedding, head or f"{next(iter(sorted(ends & HEADS)), 'lm_head')}.weight"
+    ends = {ModuleName(name.rpartition(".")[2]) for adapter in adapters.values() for name in adapter.parts}
+    head = next((name for end, name in outside.items() if end.is_head), None)
+    return embedding, head or f"{min((end for end in ends if end.is_head), default='lm_head')}.weight"
 
 
 def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> dict[str, StoredTensor]:
@@ -453,16 +453,14 @@ def base_tensor(
 def _tied_embedding(base: Checkpoint, name: str) -> StoredTensor | None:
     """The only embedding's weight, if the config ties a head of this name to it and no head is stored, whatever it is
     called; None if this is not sure."""
-    is_head = name.removesuffix(".weight").rpartition(".")[2] in HEADS
+    is_head = ModuleName(name.removesuffix(".weight")).is_head
     if not is_head or base.config.get("tie_word_embeddings") is not True:
         return None
     weights = [
-        (stored.module.rpartition(".")[2], stored)
-        for stored in base.parameters.values()
-        if stored.name.endswith(".weight")
+        (ModuleName(stored.module), stored) for stored in base.parameters.values() if stored.name.endswith(".weight")
     ]
-    embeddings = [stored for end, stored in weights if end in EMBEDDINGS]
-    stores_a_head = any(end in HEADS for end, _ in weights)
+    embeddings = [stored for module, stored in weights if module.is_embedding]
+    stores_a_head = any(module.is_head for module, _ in weights)
     return embeddings[0] if len(embeddings) == 1 and not stores_a_head else None
 
 

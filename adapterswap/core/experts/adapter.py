@@ -37,13 +37,10 @@ from adapterswap.core.experts.keys import (
 )
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
 from adapterswap.core.model.layers import (
-    EMBEDDINGS,
-    HEADS,
     KeptLayers,
     Kind,
     ModuleName,
     layer_container,
-    recorded_layers,
 )
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -503,7 +500,7 @@ class Adapter:
             problems.add(f"{folder}: {CONFIG} has trainable_token_indices, but {WEIGHTS} has no such rows", _MISMATCH)
         kept = None
         with problems.collect():
-            kept = recorded_layers(folder, [(part.name, part.layer) for part in read])
+            kept = Records(folder).kept_layers((part.name, part.layer) for part in read)
         if all(isinstance(part, FullModule) for part in read) and not held.tied and not problems:
             problems.add(
                 f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
@@ -634,12 +631,12 @@ def _tied_rows(
     If the base ties its head to its embedding, PEFT stores the rows under both names, but targets only the embedding.
     """
     tied: dict[str, dict[str, Tensor]] = {name: {} for name in own_rows if name not in ignored}
-    if config.targets.modules is None and (len(tied) > 1 or any(name.rpartition(".")[2] in HEADS for name in tied)):
+    if config.targets.modules is None and (len(tied) > 1 or any(ModuleName(name).is_head for name in tied)):
         raise ExpertError(
             f"{folder / CONFIG}: target_modules is null, and {WEIGHTS} has rows of {and_more(sorted(tied))}",
             "Name the embedding that was trained in target_modules",
         )
-    embeddings = [name for name in tied if name.rpartition(".")[2] not in HEADS]
+    embeddings = [name for name in tied if not ModuleName(name).is_head]
     for name in ignored if len(embeddings) == 1 else ():
         if own_rows[name].shape == own_rows[embeddings[0]].shape:
             tied[embeddings[0]][name] = own_rows[name]
@@ -680,13 +677,14 @@ def _try_in_base(
     base = config.base_reference
     reason = _reason_for_base(config, names, saved, folder)
     if reason is None:
-        heads = EMBEDDINGS | HEADS | set(TASK_HEADS.get(config.task_type or "", ()))
+        heads = TASK_HEADS.get(config.task_type or "", ())
         parameters: Collection[str] = ()
         with suppress(UnsupportedError):  # raised again if the base is not at hand
             parameters = _parameters(names, config, folder).values() if config.target_parameters else ()
-        is_usual = all(end in saved or end in heads for end in config.modules_to_save) and all(
-            any(f".{name}".endswith(f".{end}") for name in parameters) for end in config.target_parameters
-        )
+        is_usual = all(
+            end in saved or end in heads or ("." not in end and ModuleName(end).is_vocabulary(None))
+            for end in config.modules_to_save
+        ) and all(any(f".{name}".endswith(f".{end}") for name in parameters) for end in config.target_parameters)
         if is_usual or config.holds_regexes or base is None or Reference(base).cached_folder is None:
             return None
     elif odd := [name for name in names if name.endswith("unembed_tokens")]:  # of which no base has such a module

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.gates import Keys, check
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS
+from adapterswap.core.model.layers import ModuleName
 from adapterswap.kit.errors import Problems, UnsupportedError
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 
@@ -376,7 +376,7 @@ class _Rules(NamedTuple):
             return "saved", holder, name.removeprefix(f"{holder}.")
         if self.biases and parameter == "bias" and ".lora_" not in name:
             return "saved", f"{module.removesuffix('.base_layer')}.bias", "bias"
-        if parameter == "weight" and module.rpartition(".")[2] in EMBEDDINGS | HEADS:
+        if parameter == "weight" and ModuleName(module).is_vocabulary(None):
             return "saved", module, parameter  # save_embedding_layers: PEFT replaces the base's weight with it
         return None
 

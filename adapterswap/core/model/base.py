@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core.model.layers import (
-    EMBEDDINGS,
-    HEADS,
     Kind,
     ModuleName,
     before_layers,
@@ -333,7 +331,7 @@ class Base(Mapping[str, Weight]):
 
     def is_in_tower(self, module: str) -> bool:
         """Whether a module belongs to a vision or audio tower or a projector, not to the language model or its head."""
-        return not module.startswith(self.language) and module.rpartition(".")[2] not in HEADS
+        return not module.startswith(self.language) and not ModuleName(module).is_head
 
     @property
     def language(self) -> str:
@@ -467,8 +465,8 @@ class Base(Mapping[str, Weight]):
         moved = self.exchange(module, container, self.container)
         if moved is not None:
             yield from (moved, self._renamed(moved))
-        last = module.rpartition(".")[2]
-        if last in EMBEDDINGS | HEADS:  # outside the layers, under its own prefix
+        if ModuleName(module).is_vocabulary(None):  # outside the layers, under its own prefix
+            last = module.rpartition(".")[2]
             ends = [name for name in self._shapes if name.rpartition(".")[2] == last]
             yield from ends if len(ends) == 1 else ()
 

@@ -32,7 +32,6 @@ from adapterswap.core.model.layers import (
     Stack,
     before_layers,
     layer_container,
-    recorded_layers,
 )
 from adapterswap.core.model.quantization import Quantization, quantization_in
 from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
@@ -117,7 +116,7 @@ OTHER_NAMES = (
     "save_pretrained(PATH, save_original_format=False)"
 )
 
-WEIGHT_FILES = [
+_WEIGHT_FILES = [
     MODEL_CONFIG, ADAPTER_CONFIG, "model*.safetensors", MODEL_INDEX, "*.bin.index.json", "README.md", *COMPANION_FILES,
 ]  # fmt: skip
 _RECORDS = [PROVENANCE, TRAINING_RECORD]
@@ -325,6 +324,11 @@ class Checkpoint:
         return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
 
     @staticmethod
+    def find(reference: str | Path, *, what: str = "base model", parameter: str | None = None) -> Source:
+        """The folder of a checkpoint, downloaded if it is a Hub id; see `Source.find`. Nothing in it is read."""
+        return Source.find(reference, [*_WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter)
+
+    @staticmethod
     def read(source: Source, *, what: str = "base model") -> Checkpoint:
         """Open the checkpoint of a source; see `open_checkpoint`."""
         if what != "base model":
@@ -348,9 +352,7 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
         UnsupportedError: it holds only pickled weights.
     """
     parameter = None if what == "base model" else "reference"
-    return Checkpoint.read(
-        Source.find(reference, [*WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter), what=what
-    )
+    return Checkpoint.read(Checkpoint.find(reference, what=what, parameter=parameter), what=what)
 
 
 @contextmanager
@@ -383,15 +385,8 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
             if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, ModuleName(module).kind, tensor, shard.path)
-    return Checkpoint(
-        source,
-        config,
-        shards,
-        parameters,
-        container,
-        Records(source.folder).base(),
-        recorded_layers(source.folder),
-    )
+    records = Records(source.folder)
+    return Checkpoint(source, config, shards, parameters, container, records.base(), records.kept_layers())
 
 
 def check_alone(folder: Path) -> None:
@@ -462,7 +457,7 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
 
 def model_fingerprints(folder: Path) -> dict[str, str]:
     """The fingerprints of a model's config, weights, tokenizer and chat template."""
-    return fingerprints(folder, [pattern for pattern in WEIGHT_FILES if pattern != "README.md"])
+    return fingerprints(folder, [pattern for pattern in _WEIGHT_FILES if pattern != "README.md"])
 
 
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:

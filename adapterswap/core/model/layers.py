@@ -14,11 +14,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from adapterswap.core.model.architectures import Architecture, architecture_of
-from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 
 Kind = Literal["attention", "mlp", "other"]
@@ -32,7 +30,7 @@ STACKS: tuple[Stack, ...] = get_args(Stack)
 
 # The last segment of an input embedding's name and of a head's that may be tied to it.
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
-HEADS = frozenset({"lm_head", "embed_out"})
+_HEADS = frozenset({"lm_head", "embed_out"})
 
 MAX_LAYERS = 9999  # far beyond any model; a config with more layers is not a real one
 _MOST_DIGITS = len(str(MAX_LAYERS))
@@ -140,7 +138,7 @@ class ModuleName(str):
     def stack(self) -> Stack | None:
         """The stack, from the first segment of the name that is an encoder's or a decoder's; None without one.
 
-        Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `stacks_in`.
+        Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `Depth.stack_of`.
         """
         match = _STACK.search(self)
         return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
@@ -189,19 +187,24 @@ class ModuleName(str):
             layer is not None and isinstance(num_layers, int) and layer >= num_layers
         )
 
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it ends like an input embedding."""
+        return self.rpartition(".")[2] in EMBEDDINGS
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it ends like a head that may be tied to an embedding."""
+        return self.rpartition(".")[2] in _HEADS
+
     def is_vocabulary(self, layer: int | None) -> bool:
         """Whether it is an embedding or a head, whose weight has a row for each token."""
-        return layer is None and self.rpartition(".")[2] in EMBEDDINGS | HEADS
+        return layer is None and (self.is_embedding or self.is_head)
 
     def is_other_part(self, container: str | None) -> bool:
         """Whether it belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
         layer = self.layer(container)
         return layer is None and not self.is_vocabulary(layer) and any(map(_OTHER_PARTS.search, self.split(".")))
-
-
-def stacks_in(names: Iterable[str], num_layers: NumLayers) -> dict[str, Stack | None]:
-    """The stack of each module, for a model that has both; None for other models."""
-    return dict.fromkeys(names) if isinstance(num_layers, int) else {name: ModuleName(name).stack for name in names}
 
 
 def has_both_stacks(container: str | None) -> bool:
@@ -318,11 +321,37 @@ def _is_depth(value: Any) -> bool:
     return type(value) is int and 0 < value <= MAX_LAYERS
 
 
-def depth_of(stack: Stack | None, num_layers: NumLayers) -> int:
-    """The number of layers of a stack; if `stack` is None and the model has two, that of the deeper one."""
-    if isinstance(num_layers, int):
-        return num_layers
-    return max(num_layers.values()) if stack is None else num_layers[stack]
+@dataclass(frozen=True)
+class Depth:
+    """How deep a model is: its number of layers, or that of each stack of a model with an encoder and a decoder."""
+
+    num_layers: NumLayers
+
+    def of(self, stack: Stack | None) -> int:
+        """The number of layers of a stack; for None, of the model or the deeper of its stacks."""
+        if isinstance(self.num_layers, int):
+            return self.num_layers
+        return max(self.num_layers.values()) if stack is None else self.num_layers[stack]
+
+    @property
+    def stacks(self) -> tuple[Stack | None, ...]:
+        """The stacks; `(None,)` for a model with one list of layers."""
+        return (None,) if isinstance(self.num_layers, int) else STACKS
+
+    @property
+    def layers(self) -> list[tuple[Stack | None, int]]:
+        """Every layer, with its stack."""
+        return [(stack, layer) for stack in self.stacks for layer in range(self.of(stack))]
+
+    def stack_of(self, module: str) -> Stack | None:
+        """The stack of a module; None for a model with one list of layers."""
+        return None if isinstance(self.num_layers, int) else ModuleName(module).stack
+
+    def __str__(self) -> str:
+        """`32`, or `6 encoder and 4 decoder`."""
+        if isinstance(self.num_layers, int):
+            return str(self.num_layers)
+        return " and ".join(f"{count} {stack}" for stack, count in self.num_layers.items())
 
 
 def known_depth(
@@ -345,22 +374,10 @@ def check_depth_of(
     """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
     if actual is not None and requested is not None and actual != requested:
         raise CompositionError(
-            f"`num_layers` is {format_depth(requested)}, but {base} has {format_depth(actual)} layers",
+            f"`num_layers` is {Depth(requested)}, but {base} has {Depth(actual)} layers",
             remedy,
             parameter=parameter,
         )
-
-
-def deepest(num_layers: NumLayers) -> int:
-    """The number of layers, or that of the deeper stack."""
-    return depth_of(None, num_layers)
-
-
-def format_depth(num_layers: NumLayers) -> str:
-    """The depth as text: `32`, or `6 encoder and 4 decoder`."""
-    if isinstance(num_layers, int):
-        return str(num_layers)
-    return " and ".join(f"{count} {stack}" for stack, count in num_layers.items())
 
 
 @lru_cache(maxsize=256)  # called by every rule for every module
@@ -417,26 +434,3 @@ class KeptLayers:
         return " and ".join(
             f"{f'{stack} ' if stack else ''}layers {format_layers(layers)}" for stack, layers in self.by_stack.items()
         )
-
-
-def recorded_layers(folder: Path, parts: Iterable[tuple[str, int | None]] = ()) -> KeptLayers | None:
-    """The layers of the slice in a folder, from its adapterswap.json; None if it is not a slice.
-
-    Raises an `ExpertError` if an adapter's `parts` (names and layers) are in other layers: another program has replaced
-    the weights since, and left the record.
-    """
-    record = Records(folder).provenance()
-    try:
-        recorded = record["slice"]
-        kept = KeptLayers.of(recorded["layers"], recorded.get("stack"))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
-    inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
-    if (odd := next((name for name, layer in inside if not kept.has(ModuleName(name).stack, layer)), None)) is not None:
-        raise ExpertError(
-            f"{folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the weights "
-            "were replaced later",
-            f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
-        )
-    return kept

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from adapterswap.core.model.layers import KeptLayers, ModuleName
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -158,6 +159,21 @@ class Reference(str):
         hub_id = self.hub_id
         return (hub_id.folder, hub_id.revision) if hub_id else (str(self), None)
 
+    @property
+    def public_name(self) -> str:
+        """A name of the base that can be published: its Hub id, or the last part of a local path."""
+        match = _HUB_ID.fullmatch(self)
+        if match and not match["subfolder"] and not exists(Path(self)):
+            return str(self)
+        return printable(Path(self).name)
+
+    @classmethod
+    def to_base(cls, named: str | None, remedy: str = "Pass `base_model`") -> Reference:
+        """The reference to the base that experts adapt; an error if neither the experts nor the caller name one."""
+        if named is None:
+            raise BaseModelError("The experts do not say which base model they adapt", remedy, parameter="base_model")
+        return cls(named)
+
     def at(self, revision: str | None) -> str:
         """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
         return f"{self}@{revision}" if revision and self.is_hub_id and "@" not in self else str(self)
@@ -272,9 +288,10 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
 
             snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client, its transports and its storage raise different errors
+        failure = HubFailure(error)
         raise NotFoundError(
-            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {hub_reason(error)}",
-            hub_remedy("Check the path or id; for a private repository log in with `hf auth login`", error),
+            f"The {role} {hub_id} is not a local folder and could not be downloaded from the Hub: {failure.reason}",
+            failure.remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
     folder = snapshot / (subfolder or "")
@@ -310,61 +327,56 @@ def same_base(one: str | None, other: str | None) -> bool:
     return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
 
 
-def public_name(base: str | None) -> str | None:
-    """A name of the base that can be published: its Hub id, or the last part of a local path."""
-    if base is None:
-        return base
-    match = _HUB_ID.fullmatch(base)
-    if match and not match["subfolder"] and not exists(Path(base)):
-        return base
-    return printable(Path(base).name)
-
-
-def hub_reason(error: BaseException) -> str:
-    """Why a request to the Hub failed, in a few words of ours: the Hub's client explains it at length."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    from huggingface_hub import errors
-
-    reasons: dict[type[BaseException], str] = {
-        errors.GatedRepoError: "its owners must grant you access",  # a kind of the next one
-        errors.RepositoryNotFoundError: "there is no such repository, or it is private",
-        errors.RevisionNotFoundError: "the repository has no such revision",
-    }
-    ours = (reason for kind, reason in reasons.items() if isinstance(error, kind))
-    return next(ours, _UNREACHABLE if _is_unreachable(error) else reason_of(error))
-
-
 _UNREACHABLE = "the Hub cannot be reached"
 _TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "gaierror"}  # of several clients
 
 
-def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is one of the network."""
-    while error is not None:
-        if _TRANSPORT & {kind.__name__ for kind in type(error).__mro__}:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+@dataclass(frozen=True)
+class HubFailure:
+    """A failed request to the Hub, in a few words of ours: the Hub's client explains it at length."""
 
+    error: BaseException
 
-def hub_remedy(
-    online: str,
-    error: BaseException | None = None,
-    *,
-    offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it",
-) -> str:
-    """The remedy for a failed request to the Hub: `offline` if this process is in offline mode, else `online`.
+    @property
+    def reason(self) -> str:
+        """Why it failed."""
+        from huggingface_hub import constants
 
-    If `error` says that the Hub cannot be reached, there is nothing else to check online than the network.
-    """
-    from huggingface_hub import constants
+        if constants.HF_HUB_OFFLINE:
+            return "HF_HUB_OFFLINE is set"
+        from huggingface_hub import errors
 
-    if constants.HF_HUB_OFFLINE:
-        return offline
-    return "Check the path and the network" if _is_unreachable(error) else online
+        reasons: dict[type[BaseException], str] = {
+            errors.GatedRepoError: "its owners must grant you access",  # a kind of the next one
+            errors.RepositoryNotFoundError: "there is no such repository, or it is private",
+            errors.RevisionNotFoundError: "the repository has no such revision",
+        }
+        ours = (reason for kind, reason in reasons.items() if isinstance(self.error, kind))
+        return next(ours, _UNREACHABLE if self._is_unreachable else reason_of(self.error))
+
+    def remedy(
+        self,
+        online: str,
+        *,
+        offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it",
+        unreachable: str = "Check the path and the network",
+    ) -> str:
+        """What to do: `offline` if this process is in offline mode, `unreachable` if the Hub is, else `online`."""
+        from huggingface_hub import constants
+
+        if constants.HF_HUB_OFFLINE:
+            return offline
+        return unreachable if self._is_unreachable else online
+
+    @property
+    def _is_unreachable(self) -> bool:
+        """Whether the error, or what caused it, is one of the network."""
+        error: BaseException | None = self.error
+        while error is not None:
+            if _TRANSPORT & {kind.__name__ for kind in type(error).__mro__}:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
 
 
 _ALL_WEIGHTS = "model*.safetensors"
@@ -385,6 +397,31 @@ class Records:
         content = _content(self.folder / PROVENANCE)
         check_format(content.get("format", FORMAT), self.folder / PROVENANCE)
         return content
+
+    def kept_layers(self, parts: Iterable[tuple[str, int | None]] = ()) -> KeptLayers | None:
+        """The layers of the slice in the folder; None if it is not a slice.
+
+        Args:
+            parts: the names and layers of an adapter's modules, if it is one.
+
+        Raises:
+            ExpertError: `parts` are in other layers: another program has replaced the weights since, and left the
+                record.
+        """
+        record = self.provenance()
+        try:
+            kept = KeptLayers.of(record["slice"]["layers"], record["slice"].get("stack"))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+        depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
+        inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
+        if odd := next((name for name, layer in inside if not kept.has(ModuleName(name).stack, layer)), None):
+            raise ExpertError(
+                f"{self.folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the "
+                "weights were replaced later",
+                f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
+            )
+        return kept
 
     def training(self) -> dict[str, Any]:
         """The training.json in the folder or, for another checkpoint of the same run, in the folder above it; empty if

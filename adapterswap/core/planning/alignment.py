@@ -14,7 +14,7 @@ from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.base import Base
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModuleName, of_any_stack
+from adapterswap.core.model.layers import ModuleName, of_any_stack
 from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import reference_of
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems
@@ -137,8 +137,8 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
     """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
     _, *ends = ModuleName(module).ends()
     yield from (end for end in ends if end in names)
-    last = module.rpartition(".")[2]
-    if last in EMBEDDINGS | HEADS:
+    if ModuleName(module).is_vocabulary(None):
+        last = module.rpartition(".")[2]
         yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
 
 

@@ -18,15 +18,14 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import (
     STACKS,
+    Depth,
     ModelConfig,
     ModuleName,
     NumLayers,
     Stack,
     check_depth_of,
-    format_depth,
     has_both_stacks,
     known_depth,
-    recorded_layers,
 )
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -35,7 +34,6 @@ from adapterswap.core.model.sources import (
     Records,
     Reference,
     Source,
-    public_name,
     same_base,
 )
 from adapterswap.core.planning.composition import Composition
@@ -45,9 +43,11 @@ from adapterswap.kit.files.text import exists, expand, is_folder
 
 Expert = Adapter | Checkpoint
 
+PASS_BASE = "Pass the base's folder or Hub id as `base_model`"
+
 
 @dataclass(frozen=True)
-class Depth:
+class FoundDepth:
     """A base's number of layers.
 
     Attributes:
@@ -69,7 +69,7 @@ class Depth:
     notes: tuple[str, ...] = ()
 
 
-def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> Depth:
+def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> FoundDepth:
     """The number of layers to use; `known` is the model's own, if a model is loaded.
 
     A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
@@ -78,23 +78,23 @@ def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: 
     requested, declared = composition.num_layers, composition.base_model
     if requested is None:
         if known:
-            return Depth(known)
+            return FoundDepth(known)
         slices = any(adapter.kept_layers is not None for adapter in experts.values())
         actual, found_base = find_num_layers(experts, declared)
         name, required = reference_of(experts, declared), slices or composition.names_layers
-        return Depth(actual or least_depth(experts), name, actual, required=required, base=found_base)
+        return FoundDepth(actual or least_depth(experts), name, actual, required=required, base=found_base)
     base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
     is_local = declared is not None and not known and is_folder(expand(declared))
     source = Source.find(declared, [], what="base model") if declared and is_local else None
     if actual is not None:
-        return Depth(actual, base, actual, requested, base=source)
+        return FoundDepth(actual, base, actual, requested, base=source)
     fault = "does not say how many layers it has" if is_read else "is not on this machine"
-    reason = f"The config of {public_name(base)} {fault}" if base else "The experts do not name a base"
-    note = f"{reason}, so num_layers {format_depth(requested)} could not be checked"
-    return Depth(requested, base, None, requested, base=source, notes=(note,))
+    reason = f"The config of {Reference(base).public_name} {fault}" if base else "The experts do not name a base"
+    note = f"{reason}, so num_layers {Depth(requested)} could not be checked"
+    return FoundDepth(requested, base, None, requested, base=source, notes=(note,))
 
 
-def check_base_depth(depth: Depth, problems: Problems) -> None:
+def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
     """Report a number of layers that is not the base's, or that nobody says although it is needed."""
     with problems.collect():
         if depth.required and depth.actual is None:
@@ -151,13 +151,6 @@ def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | N
     return declared or next(filter(None, named), None)
 
 
-def named_base(reference: str | None, remedy: str = "Pass `base_model`") -> str:
-    """The reference to the base; an error if neither the experts nor the caller name one."""
-    if reference is None:
-        raise BaseModelError("The experts do not say which base model they adapt", remedy, parameter="base_model")
-    return reference
-
-
 def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     """The least number of layers that a base with the experts' modules can have."""
     parts = [part for adapter in experts.values() for part in adapter.parts.values()]
@@ -178,13 +171,15 @@ def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
 
 def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers | None, Source]:
     """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
-    base = named_base(reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder")
+    base = Reference.to_base(
+        reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder"
+    )
     namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
     if base_model is None:
         namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
         remedy = "Pass `base_model` with the base's folder, or `num_layers`"
     try:
-        source, config = Reference(base).config()
+        source, config = base.config()
     except AdapterswapError as error:
         reason = error.problems[0].message
         raise type(error)(
@@ -361,8 +356,8 @@ def _one_folder(places: Collection[str]) -> bool:
 
 def _called(expert: Expert) -> str:
     """What an expert calls its base."""
-    name = public_name(expert.config.base_model) if isinstance(expert, Adapter) else None
-    return name or "one that it does not name"
+    name = expert.config.base_model if isinstance(expert, Adapter) else None
+    return (name and Reference(name).public_name) or "one that it does not name"
 
 
 def _weights_differ(one: str, first: Expert, two: str, second: Expert) -> _Problem | None:
@@ -457,7 +452,7 @@ def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
         shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
         if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
             return False
-        if (kept := recorded_layers(folder)) is not None:
+        if (kept := Records(folder).kept_layers()) is not None:
             return kept == parts[-1].kept_layers
         rules = record["rules"]
         return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}

@@ -5,7 +5,7 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
@@ -13,19 +13,19 @@ from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.core.model.layers import (
     NO_LAYER,
+    Depth,
     ModuleName,
     NumLayers,
     Stack,
-    depth_of,
     format_layers,
     has_both_stacks,
     parse_layers,
-    stacks_in,
 )
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import extra_rows
 from adapterswap.core.planning.rules import BASE, Rule, place_of
+from adapterswap.core.planning.slices import requested_by_layer
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
 
@@ -164,6 +164,7 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
 def check_depth(
     experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems, *, names_layers: bool = True
 ) -> None:
+    depth = Depth(num_layers)
     for name, adapter in experts.items():
         if isinstance(num_layers, int) and has_both_stacks(adapter.container):
             problems.add(
@@ -173,10 +174,9 @@ def check_depth(
             )
             continue
         highest: dict[Stack | None, int] = {}
-        stacks = stacks_in(adapter.parts, num_layers)
         for part in adapter.parts.values():
             if part.layer is not None:
-                stack = stacks[part.name]
+                stack = depth.stack_of(part.name)
                 highest[stack] = max(part.layer, highest.get(stack, 0))
         if not isinstance(num_layers, int) and None in highest:
             if not names_layers:  # then it does not matter which stack they are in
@@ -189,7 +189,7 @@ def check_depth(
             )
             continue
         for stack, layer in highest.items():
-            count = depth_of(stack, num_layers)
+            count = depth.of(stack)
             if layer >= count:
                 where, base = (f" {stack}", f"the base's {stack}") if stack else ("", "the base")
                 ahead = (
@@ -217,7 +217,7 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
                 kind=CompositionError,
             )
             continue
-        count = depth_of(rule.stack, num_layers)
+        count = Depth(num_layers).of(rule.stack)
         outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= count)
         if outside:
             base = f"the base's {rule.stack}" if rule.stack else "the base"
@@ -265,7 +265,7 @@ def check_matches(
                 kind=CompositionError,
             )
     slices = {name: expert.kept_layers for name, expert in experts.items() if expert.kept_layers is not None}
-    requested = requested_by_layer(rules, slots, num_layers) if slices else {}
+    requested = requested_by_layer(rules, slots, Depth(num_layers)) if slices else {}
     for name, kept in slices.items():
         if any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
@@ -286,32 +286,6 @@ def check_matches(
                 parameter=parameter,
                 kind=CompositionError,
             )
-
-
-def requested_by_layer(
-    rules: Sequence[Rule], slots: Iterable[Slot], num_layers: NumLayers
-) -> dict[tuple[Stack | None, int], set[str]]:
-    """Every layer, and the experts that the rules request in it.
-
-    A slice does not say which modules it had in a layer that was cut away, so every layer counts as if it had the
-    modules of all the others.
-    """
-    inside = [slot for slot in slots if slot.layer is not None]
-    names_of = [rule.coefficients().keys() for rule in rules]
-    requested: dict[tuple[Stack | None, int], set[str]] = {}
-    for stack, layer in every_layer(num_layers):
-        modules = {(_moved(slot, stack, layer), slot.kind) for slot in inside}
-        matching = {next((i for i, r in enumerate(rules) if r.matches(m, layer, kind)), None) for m, kind in modules}
-        requested[stack, layer] = {name for i in matching if i is not None for name in names_of[i]}
-    return requested
-
-
-def _moved(slot: Slot, stack: Stack | None, layer: int) -> str:
-    """The name of the module of this kind in another layer."""
-    parts = slot.matched_name.split(".")
-    parts[parts.index(str(slot.layer))] = str(layer)
-    name = ".".join(parts)
-    return name if stack is None else ModuleName(name).in_stack(stack)
 
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
@@ -484,10 +458,3 @@ def check_vocabulary(
                     kind=UnsupportedError,
                 )
                 break
-
-
-def every_layer(num_layers: NumLayers) -> list[tuple[Stack | None, int]]:
-    """Every layer of a model of this depth, with its stack if the model has two."""
-    if isinstance(num_layers, int):
-        return [(None, layer) for layer in range(num_layers)]
-    return [(stack, layer) for stack, depth in num_layers.items() for layer in range(depth)]

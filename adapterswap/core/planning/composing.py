@@ -1,9 +1,5 @@
 """From experts to a plan in one call: `layer_swap`, `soup`, `slerp`, `task_arithmetic` …, and slices of one expert.
 
-A slice is the plan that gives the chosen layers to the expert and the others to the base, so composing slices gives the
-same result as composing the whole experts. Modules outside the layers are kept, because compositions average them.
-Whatever is written from a slice lacks the layers that were cut away, unless another expert filled them.
-
 Shortcuts for Python users: each function builds a `Composition` and applies it.
 """
 
@@ -16,20 +12,20 @@ from typing import Any, Literal
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import (
-    NO_LAYER,
     KeptLayers,
     ModuleName,
     NumLayers,
     Stack,
     check_one_list,
     format_layers,
-    parse_layers,
 )
-from adapterswap.core.planning.checks import check_names, requested_by_layer
-from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition, expert_name
+from adapterswap.core.planning.checks import check_names
+from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition
 from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.slices import rules_of_slice
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -85,7 +81,7 @@ def slice_layers(
         raise ArgumentError(f"`stack`: {error}", "Pass encoder or decoder", parameter="stack") from None
     if not any(kept.by_stack.values()):
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
-    name = expert_name(adapter, {}, "expert")
+    name = ExpertName.choose(adapter, {}, "expert")
     check_one_list(name, adapter.parts)
     parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
     if not any(kept.has(ModuleName(part).stack, layer) for part, layer in parts):
@@ -95,71 +91,12 @@ def slice_layers(
             f"Choose from those that it adapts: {adapted}",
             parameter="layers",
         )
-    rules = _slice_rules(name, kept)
     base = None if base_model is None else str(base_model)
-    composition = Composition(allocation=rules, num_layers=num_layers, base_model=base)
+    composition = Composition(allocation=rules_of_slice(name, kept), num_layers=num_layers, base_model=base)
     try:
         return make_plan(composition, {name: adapter})
     except CompositionError as error:
         raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
-
-
-def whole_rules(name: str, adapter: Adapter) -> tuple[Rule, ...]:
-    """The rules that take everything from one adapter: of a slice, what it has."""
-    if adapter.kept_layers is None:
-        return (Rule(expert=name),)
-    return _slice_rules(name, adapter.kept_layers, optional=True)
-
-
-def _slice_rules(name: str, kept: KeptLayers, *, optional: bool = False) -> tuple[Rule, ...]:
-    """The rules of a slice; with `optional`, the expert need not adapt the layers."""
-    return (
-        *(
-            Rule(layers=format_layers(layers), stack=stack, expert=name, optional=optional)
-            for stack, layers in kept.by_stack.items()
-        ),
-        *_rest(name),
-    )
-
-
-def _rest(name: str) -> tuple[Rule, Rule]:
-    """The last rules of a slice: modules outside the layers are the expert's, and other layers the base's."""
-    return Rule(layers=NO_LAYER, expert=name, optional=True), Rule(expert=BASE, optional=True)
-
-
-def sliced_layers(plan: Plan) -> KeptLayers | None:
-    """The layers that a slice keeps; None for a plan that is not a slice."""
-    *kept, outside, rest = plan.rules if len(plan.rules) > 2 else (None, None)
-    name = next(iter(plan.experts))
-    if len(plan.experts) != 1 or plan.composition.allocation is None or (outside, rest) != _rest(name):
-        return None
-    by_stack = {}
-    for rule in kept:
-        if rule != Rule(layers=rule.layers, stack=rule.stack, expert=name, optional=rule.optional) or not rule.layers:
-            return None
-        by_stack[rule.stack] = parse_layers(rule.layers)
-    return KeptLayers(by_stack)
-
-
-def kept_layers(plan: Plan) -> KeptLayers | None:
-    """The layers that the result has, if it is a slice, or if slices gave it no more; None if it has all.
-
-    A layer that was cut away from an expert, and that the plan leaves to the base, is still missing.
-    """
-    if (sliced := sliced_layers(plan)) is not None:
-        return sliced
-    slices = [expert.kept_layers for expert in plan.experts.values() if expert.kept_layers is not None]
-    if not slices:
-        return None
-    requested = requested_by_layer(plan.rules, plan, plan.num_layers)
-    by_stack: dict[Stack | None, set[int]] = {}
-    for (stack, layer), names in requested.items():
-        by_stack.setdefault(stack, set())
-        if names or all(kept.has(stack, layer) for kept in slices):
-            by_stack[stack].add(layer)
-    if sum(map(len, by_stack.values())) == len(requested):
-        return None
-    return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})
 
 
 Expert = Adapter | Checkpoint | str | Path
@@ -411,13 +348,9 @@ def adapter_plan(
         raise UnsupportedError(
             f"{reference} is a full checkpoint, not an adapter", "Pass an adapter, or two experts", parameter="plan"
         )
-    name = expert_name(adapter, {}, "expert")
-    composition = Composition(
-        allocation=whole_rules(name, adapter),
-        base_model=None if base_model is None else str(base_model),
-        num_layers=num_layers,
-        tokenizer=tokenizer,
-    )
+    name = ExpertName.choose(adapter, {}, "expert")
+    base = None if base_model is None else str(base_model)
+    composition = Composition.of_one(name, adapter, base_model=base, num_layers=num_layers, tokenizer=tokenizer)
     return make_plan(composition, {name: adapter})
 
 
@@ -485,7 +418,7 @@ def _two_sided(
     experts: dict[str, Expert] = {}
     names = {}
     for side, expert in (("task", task), ("language", language)):
-        names[side] = BASE if expert == BASE else expert_name(expert, experts, side)
+        names[side] = BASE if expert == BASE else ExpertName.choose(expert, experts, side)
         if expert != BASE:
             experts[names[side]] = expert
     content = {

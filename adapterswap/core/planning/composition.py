@@ -1,90 +1,31 @@
-"""Compositions: the user's request as pure data, with the names of experts and the short names of compositions.
+"""Compositions: the user's request as pure data, and their short names.
 
 Every method becomes allocation rules once the number of layers is known. Experts are only names; nothing is opened.
 Layer swap: Bandarkar et al., ICLR 2025, Algorithm 1 (its line 5 read as "and"). Partitions: Bandarkar & Peng 2025; they
 have two uses: composing takes each module from its side's expert, and partial training changes only one side's modules.
 Both use the same rules, so they cannot disagree.
-
-Recipes accept nearly every name of an expert. Short names and PEFT accept fewer; all their rules are here.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.methods.method import SCALE, SEED
 from adapterswap.core.methods.registry import check_name, find_method, having, names_of
-from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Kind, NumLayers, Stack, depth_of, format_layers
-from adapterswap.core.model.sources import Reference
+from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Depth, NumLayers, Stack, format_layers
+from adapterswap.core.planning.names import SHORT_NAME, ExpertName
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.core.planning.rules import BASE, Rule, check_weights
+from adapterswap.core.planning.slices import rules_of_slice
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
 from adapterswap.kit.files.plain import field, validates
 from adapterswap.kit.files.text import expand_text
 from adapterswap.kit.files.yaml import FieldMistake
-
-SHORT_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-"""An expert in a short name such as `math+swahili@top=1`. `+`, `@`, `=` and `,` separate its parts, and a leading `-`
-would look like an option. Other characters are excluded because short names also come in untrusted requests."""
-
-_MEANINGFUL = frozenset("[]{}<>'\"`|\\:;*?!$")  # in recipes, tables and shells
-
-
-def why_no_name(name: str) -> str | None:
-    """Why an expert cannot have this name in any composition; None if it can.
-
-    `base` is reserved for the unchanged base model. Names are printed in lines of text, so line breaks, and spaces at
-    the ends, are not allowed.
-    """
-    if name == BASE:
-        return f"the expert name {BASE!r} is reserved for the unchanged base: rename the expert"
-    if name != " ".join(name.split()) or not name:
-        return f"the expert name {name!r} must be one line, without spaces at its ends or repeated spaces"
-    return None
-
-
-def fits_short_names(name: str) -> bool:
-    """Whether short names and requests can contain this name."""
-    return why_no_name(name) is None and re.fullmatch(SHORT_NAME, name) is not None
-
-
-def fits_peft(name: str) -> bool:
-    """Whether PEFT can hold an adapter under this name.
-
-    PEFT makes it a part of parameter names, so it cannot contain a dot. A substring of `lora_` is taken for the prefix
-    of PEFT's keys.
-    """
-    return bool(name) and "." not in name and name != BASE and name not in "lora_"
-
-
-def expert_name(reference: Adapter | Checkpoint | str | Path, taken: Collection[str], fallback: str) -> str:
-    """A name for an expert without one: that of its folder or repository, or `fallback`.
-
-    `fallback` is used if that name is taken, is not allowed, or would need quotes in a recipe or a shell.
-    """
-    name = own_name(reference)
-    if name not in taken and why_no_name(name) is None and name.isprintable() and not _MEANINGFUL & set(name):
-        return name
-    while fallback in taken:
-        fallback += "_"
-    return fallback
-
-
-def own_name(reference: Adapter | Checkpoint | str | Path) -> str:
-    """The name of an expert's folder, or of its repository (or subfolder) on the Hub."""
-    if isinstance(reference, Adapter | Checkpoint):
-        return reference.source.name.rpartition("/")[2]
-    if isinstance(reference, str) and (hub_id := Reference(reference).hub_id) is not None:
-        return hub_id.folder.rpartition("/")[2]
-    return Path(os.path.abspath(Path(reference).expanduser())).name
-
 
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
@@ -122,7 +63,7 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)
 
 
-def scaled_default(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
+def _scaled(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
     """A count of layers for a model of `reference` layers, in proportion for `num_layers`, rounded half up."""
     return math.floor(count * num_layers / reference + 0.5)
 
@@ -211,6 +152,19 @@ class Composition(MethodPlain):
     allow_negative: bool = field(default=False, description="Allow negative weights (unlearning).")
 
     @classmethod
+    def of_one(cls, name: str, adapter: Adapter, **fields: Any) -> Composition:
+        """The composition that takes every module from one adapter; of a slice, those that it has.
+
+        Args:
+            name: what the composition calls the adapter.
+            adapter: the adapter.
+            fields: other fields of the composition.
+        """
+        kept = adapter.kept_layers
+        rules = (Rule(expert=name),) if kept is None else rules_of_slice(name, kept, optional=True)
+        return cls(allocation=rules, **fields)
+
+    @classmethod
     def prepared(cls, content: Any) -> Any:
         if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
             raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
@@ -247,7 +201,7 @@ class Composition(MethodPlain):
     def check(self) -> None:
         set_fields = self.model_fields_set
         for name in self.experts:
-            if reason := why_no_name(name):
+            if reason := ExpertName(name).fault:
                 raise FieldMistake(reason, "experts")
         self._check_chains()
         for side, names in (("task", self.task), ("language", self.language)):
@@ -296,7 +250,7 @@ class Composition(MethodPlain):
     def _check_chains(self) -> None:
         named = set(self._names)
         for chain, parts in self.chains.items():
-            if reason := why_no_name(chain):
+            if reason := ExpertName(chain).fault:
                 raise FieldMistake(reason, "chains")
             if chain in self.experts:
                 raise FieldMistake(f"a chain and an expert are both called {chain!r}: rename one of them", "chains")
@@ -404,17 +358,21 @@ class Composition(MethodPlain):
             return (None,)
         return STACKS if self.stack == "both" else (self.stack,)
 
+    def requested_zones(self, count: int) -> tuple[int, int, int, int]:
+        """(b, u, t_b, t_u) for `count` layers, with defaults filled in; they may need more layers than there are."""
+        bottom = _scaled(_PAPER_BOTTOM, count) if self.bottom is None else self.bottom
+        top = _scaled(_PAPER_TOP, count) if self.top is None else self.top
+        return bottom, top, self.bottom_transition, self.top_transition
+
     def zones(self, num_layers: NumLayers, stack: Stack | None = None) -> tuple[int, int, int, int]:
         """(b, u, t_b, t_u) for a model of `num_layers` layers, or for one of its stacks, with defaults filled in.
 
         Raises:
             CompositionError: the zones need more layers than the model has.
         """
-        count = depth_of(stack, num_layers)
+        count = Depth(num_layers).of(stack)
         model = f"the {stack}" if stack else "the model"
-        bottom = scaled_default(_PAPER_BOTTOM, count) if self.bottom is None else self.bottom
-        top = scaled_default(_PAPER_TOP, count) if self.top is None else self.top
-        zones = (bottom, top, self.bottom_transition, self.top_transition)
+        bottom, top, *_ = zones = self.requested_zones(count)
         if sum(zones) > count:
             terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
             taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
@@ -456,7 +414,7 @@ class Composition(MethodPlain):
         if full and self.method == "layer_swap" and self.norms == "average":
             average = self._average_rule()
             everywhere = [
-                average.model_copy(update={**_within(stack, range(depth_of(stack, num_layers))), "modules": ("other",)})
+                average.model_copy(update={**_within(stack, range(Depth(num_layers).of(stack))), "modules": ("other",)})
                 for stack in self.stacks(num_layers)
             ]
             return (*everywhere, *self._rules(num_layers))
@@ -480,7 +438,7 @@ class Composition(MethodPlain):
 
     def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
         """The rules of the layers, in one stack, that go to the language expert or are blended."""
-        count = depth_of(stack, num_layers)
+        count = Depth(num_layers).of(stack)
         bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
         outer = [*range(bottom), *range(count - top, count)]
         blended = [*range(bottom, bottom + bottom_transition)]
@@ -540,11 +498,11 @@ class Composition(MethodPlain):
         inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
         rules = [self._non_layer_rule()]
         for stack in self.stacks(num_layers):
-            count = depth_of(stack, num_layers)
+            count = Depth(num_layers).of(stack)
             first, last = _PARTITION_COUNTS[self.partition or ""]
             if count < _PARTITION_LAYERS:
-                first = scaled_default(first, count, _PARTITION_LAYERS)
-                last = scaled_default(last, count, _PARTITION_LAYERS)
+                first = _scaled(first, count, _PARTITION_LAYERS)
+                last = _scaled(last, count, _PARTITION_LAYERS)
             # Optional: experts may adapt attention only, or some layers only, so that a rule matches nothing.
             if self.partition == "A":
                 only = {"stack": stack} if stack else {}
@@ -663,21 +621,3 @@ def parse_composition(name: str) -> Composition:
             raise FieldError(f"{name!r}: {key} is set twice", "Set it once", parameter=key)
         content[key] = value
     return Composition.read(content, where=name)
-
-
-Side = Literal["task", "language"]
-SIDES: tuple[Side, Side] = ("task", "language")
-
-
-def partition_sides(partition: Partition, num_layers: int) -> Callable[[str, int | None, Kind], Side | None]:
-    """A function from a module's name, layer and kind to its side; None for modules outside the layers.
-
-    Norms follow their layer, like everything in it except attention.
-    """
-    rules = Composition(partition=partition).rules(num_layers)
-
-    def side(name: str, layer: int | None, kind: Kind) -> Side | None:
-        rule = next(rule for rule in rules if rule.matches(name, layer, kind))
-        return next((side for side in SIDES if side == rule.expert), None)
-
-    return side

@@ -10,24 +10,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.core.experts.adapter import Adapter, and_more
-from adapterswap.core.methods.method import SCALE
-from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.layers import (
-    STACKS,
+    Depth,
     Kind,
     ModuleName,
     NumLayers,
     Stack,
-    deepest,
-    depth_of,
-    format_depth,
     format_layers,
-    stacks_in,
 )
-from adapterswap.core.model.sources import public_name, same_base
+from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE, Rule
-from adapterswap.core.planning.slots import Slot
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.slots import Slot, blend_text
 from adapterswap.kit.errors import printable
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
@@ -54,21 +48,16 @@ def marks(plan: Plan) -> list[Mark]:
 
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
-    stacks = stacks_in(plan.slots, plan.num_layers)
-    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
+    stack_of = plan.depth.stack_of
+    changed = {(stack_of(slot.name), slot.layer, slot.kind) for slot in plan if slot.terms}
     result = []
     for slot in plan:
-        place = stacks[slot.name], slot.layer, slot.kind
+        place = stack_of(slot.name), slot.layer, slot.kind
         hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
             owner = slot.owner_label
-            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else blend_of(slot), stacks[slot.name]))
+            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, stack_of(slot.name)))
     return result
-
-
-def strip(plan: Plan) -> str:
-    """The layers from left (bottom) to right (top), one character each, and a legend."""
-    return draw_strip(plan.marks, plan.num_layers, tuple(plan.experts))
 
 
 def headline(plan: Plan) -> str:
@@ -77,7 +66,7 @@ def headline(plan: Plan) -> str:
     method: str = "allocation" if composition.allocation is not None else composition.method
     method = f"partition {composition.partition}" if composition.partition else method
     unit = "tensors" if plan.is_model else "modules"
-    return f"{method}, {len(plan.slots)} {unit}, {format_depth(plan.num_layers)} layers"
+    return f"{method}, {len(plan.slots)} {unit}, {plan.depth} layers"
 
 
 def summary(plan: Plan) -> str:
@@ -102,40 +91,63 @@ class Picture:
     Attributes:
         rows: the kind of module, or `layers` if all kinds agree → one character for each layer. For a model with two
             stacks, the key is a stack, or a stack and a kind such as `decoder mlp`.
+        depth: the number of layers, or that of the deeper stack.
         legend: character → its meaning.
         owners: the characters that stand for experts or averages of several.
     """
 
     rows: Mapping[str, str]
+    depth: int
     legend: Mapping[str, str]
     owners: tuple[str, ...]
 
+    @property
+    def text(self) -> str:
+        """The layers from left (bottom) to right (top), one character each, and the legend."""
+        width = max(map(len, self.rows), default=0)
+        tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in range(self.depth)).rstrip()
+        lines = [f"{'':{width}}  {tens}"] if self.depth > 10 else []
+        lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in range(self.depth))}")
+        lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in self.rows.items()]
+        lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in self.legend.items())}")
+        return "\n".join(lines)
 
-def draw(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> Picture:
-    """The strip as data: one row if attention and MLP agree in every layer, else a row for each kind."""
+
+def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Picture:
+    """The strip of these marks: one row if attention and MLP agree in every layer, else a row for each kind."""
     names = {mark.owner: None for mark in drawn if mark.owner not in (None, BASE)}
     averages = [name for name in names if name is not None and name not in set(experts)]
     letters = _letters([*averages, *experts])
     rows: dict[str, str] = {}
-    for stack in (None,) if isinstance(num_layers, int) else STACKS:
-        rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth_of(stack, num_layers), letters)
+    for stack in depth.stacks:
+        rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth.of(stack), letters)
     marks_used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in marks_used)
-    return Picture(rows, _legend(drawn, marks_used, letters), owners)
+    return Picture(rows, depth.of(None), _legend(drawn, marks_used, letters), owners)
 
 
-def draw_strip(drawn: Sequence[Mark], num_layers: NumLayers, experts: Collection[str]) -> str:
-    """See `strip`."""
-    picture = draw(drawn, num_layers, experts)
-    rows = picture.rows
-    width = max(map(len, rows), default=0)
-    columns = range(deepest(num_layers))
-    tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in columns).rstrip()
-    lines = [f"{'':{width}}  {tens}"] if len(columns) > 10 else []
-    lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in columns)}")
-    lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in rows.items()]
-    lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in picture.legend.items())}")
-    return "\n".join(lines)
+def recorded_strip(
+    owners: Collection[tuple[str, int | None, Kind, str | Mapping[str, float] | None]],
+    num_layers: NumLayers,
+    experts: Collection[str],
+) -> str:
+    """The strip of a result, from what its record says of its modules; see `Plan.strip`.
+
+    Args:
+        owners: the name, layer and kind of each module, and its owner or each expert's coefficient; None for a module
+            that the record does not name. `base` is left out if others of the same kind and layer were changed.
+        num_layers: the base's number of layers, or that of each of its stacks.
+        experts: the experts in their order.
+    """
+    drawn, depth = [], Depth(num_layers)
+    for name, layer, kind, owner in owners:
+        stack = depth.stack_of(name)
+        if layer is not None and layer < depth.of(stack) and owner is not None:
+            alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
+            drawn.append(Mark(layer, kind, alone, blend, stack))
+    changed = {(mark.stack, mark.layer, mark.kind) for mark in drawn if mark.owner != BASE}
+    drawn = [mark for mark in drawn if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
+    return draw(drawn, depth, experts).text
 
 
 def unusual(plan: Plan) -> list[str]:
@@ -146,7 +158,6 @@ def unusual(plan: Plan) -> list[str]:
         *unknown_keys(plan.adapters),
     ]
     grouped: dict[tuple[str, str, str], list[int]] = {}
-    stacks = stacks_in(plan.slots, plan.num_layers)
     for slot in plan.saved.values():
         contents = _tokens(slot) or _remark(slot) or slot.owner_label or blend_text(slot.weights)
         form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
@@ -156,17 +167,17 @@ def unusual(plan: Plan) -> list[str]:
             continue
         remark = _remark(slot)
         if slot.layer is None:
-            lines.append(f"{slot.name}: {remark or slot.owner_label or blend_of(slot)}")
+            lines.append(f"{slot.name}: {remark or slot.label}")
         elif remark and not (plan.is_model and slot.kind == "other"):
-            where = _of_stack(stacks[slot.name])
+            where = _of_stack(plan.depth.stack_of(slot.name))
             grouped.setdefault((ModuleName(slot.name).within(slot.layer), where, remark), []).append(slot.layer)
     lines += [
         f"{name} in {where}layers {format_layers(layers)}: {remark}"
         for (name, where, remark), layers in grouped.items()
     ]
-    for stack in () if plan.is_model else (None,) if isinstance(plan.num_layers, int) else STACKS:
-        adapted = {slot.layer for slot in plan.modules.values() if stacks[slot.name] == stack}
-        if empty := set(range(depth_of(stack, plan.num_layers))) - adapted:
+    for stack in () if plan.is_model else plan.depth.stacks:
+        adapted = {slot.layer for slot in plan.modules.values() if plan.depth.stack_of(slot.name) == stack}
+        if empty := set(range(plan.depth.of(stack))) - adapted:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
@@ -206,35 +217,11 @@ def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> lis
         for config in configs
     ):
         return []
-    named = [
-        f"{name}: {public_name(adapter.config.base_model) or 'none'}"
-        + (f"@{adapter.config.revision}" if adapter.config.revision else "")
-        for name, adapter in experts.items()
-    ]
+    named = []
+    for name, config in zip(experts, configs, strict=True):
+        base = config.base_model and Reference(config.base_model).public_name
+        named.append(f"{name}: {base or 'none'}" + (f"@{config.revision}" if config.revision else ""))
     return [f"Warning: the experts name different bases ({', '.join(named)}), declared to be the same model"]
-
-
-def blend_of(slot: Slot) -> str:
-    """A slot's blend of sides as text, with its method and whether its weights depend on magnitudes."""
-    text, rule = blend_text(slot.weights), slot.rule
-    if rule is None:
-        return text
-    if slot.method != "linear":
-        text = f"{slot.method}({text}){_parameters_text(rule)}"
-    return f"{text}, weighted by magnitude" if rule.weights else text
-
-
-def blend_text(coefficients: Mapping[str, float]) -> str:
-    """A blend as text: `0.5·math + 0.5·swahili`."""
-    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
-
-
-def _parameters_text(rule: Rule) -> str:
-    """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
-    parameters = [parameter for parameter in find_method(rule.method).own_parameters if parameter.name != SCALE.name]
-    values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
-    listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
-    return f" at {', '.join(listed)}" if listed else ""
 
 
 def error_text(error: float) -> str:
@@ -315,9 +302,9 @@ _HEAD = "font-weight:normal;font-size:75%;text-align:center;padding:1px 2px"
 
 def plan_html(plan: Plan) -> str:
     """The plan as a fragment of HTML. Names are escaped."""
-    picture = draw(plan.marks, plan.num_layers, tuple(plan.experts))
+    picture = plan.picture
     colours = {mark: COLOURS[place % len(COLOURS)] for place, mark in enumerate(picture.owners)}
-    head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(deepest(plan.num_layers)))
+    head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(picture.depth))
     rows = [f"<tr><th></th>{head}</tr>"]
     for kind, row in picture.rows.items():
         cells = "".join(_cell(mark, picture.legend, colours, layer) for layer, mark in enumerate(row))

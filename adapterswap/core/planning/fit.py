@@ -21,7 +21,7 @@ from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Pa
 from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName
+from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.core.model.sources import Reference
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import Stamps
@@ -157,7 +157,7 @@ def check_heads(heads: Heads, problems: Problems) -> None:
     for name, adapter in heads.adapters.items():
         task = adapter.config.task_type or ""
         for part in adapter.saved.values():
-            if not _is_on_head(part, adapter) or part.name in base.modules or part.name.rpartition(".")[2] in HEADS:
+            if not _is_on_head(part, adapter) or part.name in base.modules or ModuleName(part.name).is_head:
                 continue
             labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
             problems.add(
@@ -274,7 +274,7 @@ def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
 def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Pair] | None:
     """A head's shapes, if it is not stored because the config ties it to the embedding; None for any other part."""
     ties = [place.get("tie_word_embeddings") for place in (config, ModelConfig(config).language)]
-    if part.layer is not None or part.name.rpartition(".")[2] not in HEADS or True not in ties:
+    if part.layer is not None or not ModuleName(part.name).is_head or True not in ties:
         return None
     rows = next((p.tensor for p in checkpoint.parameters.values() if p.has_tokens and len(p.tensor.shape) == 2), None)
     return None if rows is None or part.lora is None else _widths(part, rows.shape)

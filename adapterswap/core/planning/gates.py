@@ -11,9 +11,9 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import ModelConfig, check_one_list, format_depth, has_both_stacks
+from adapterswap.core.model.layers import Depth, ModelConfig, check_one_list, has_both_stacks
 from adapterswap.core.planning.alignment import Aligned, check_alignment
-from adapterswap.core.planning.base import Depth, check_base_depth, check_base_weights, check_bases
+from adapterswap.core.planning.base import FoundDepth, check_base_depth, check_base_weights, check_bases
 from adapterswap.core.planning.checks import (
     check_architecture,
     check_config_owner,
@@ -166,8 +166,7 @@ def _not_quantized_there(merging: Merging, problems: Problems) -> None:
 def _depth_of_the_plan(merging: Merging, problems: Problems) -> None:
     depth = ModelConfig(merging.base.config).stacked_layers
     if depth is not None and depth != merging.plan.num_layers:
-        planned = format_depth(merging.plan.num_layers)
-        message = f"The plan is for {planned} layers, but the base has {format_depth(depth)}"
+        message = f"The plan is for {merging.plan.depth} layers, but the base has {Depth(depth)}"
         problems.add(message, "Pass the experts' base", parameter="base_model")
 
 
@@ -224,7 +223,7 @@ GATES: Mapping[type, tuple[Gate, ...]] = {
     Opened: (_one_list, _one_base, _one_kind, _beside_checkpoints),
     Aligned: (check_alignment, _shapes),
     Fit: (check_fit,),
-    Depth: (check_base_depth,),
+    FoundDepth: (check_base_depth,),
     Layered: (_within_the_base,),
     Ruled: (_layers_of_rules,),
     Skeleton: (_one_architecture, _one_list_of_layers),

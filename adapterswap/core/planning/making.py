@@ -15,11 +15,12 @@ from adapterswap.core.changes.locating import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter, FullModule, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, NumLayers
+from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.alignment import Aligned, align
 from adapterswap.core.planning.base import (
-    Depth,
+    PASS_BASE,
+    FoundDepth,
     find_depth,
-    named_base,
     outside_the_layers,
     reference_of,
     unchecked_bases,
@@ -47,8 +48,6 @@ from adapterswap.core.planning.stages import (
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, check_type
 
 Expert = Adapter | Checkpoint
-
-_PASS_BASE = "Pass the base's folder or Hub id as `base_model`"
 
 
 def make_plan(
@@ -271,13 +270,13 @@ def _with_ends(
     return settled, untied
 
 
-def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> Depth:
+def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> FoundDepth:
     """The number of layers of full weights, from their config or, if that does not say, from the composition."""
     in_config, requested = ModelConfig(skeleton.config).stacked_layers, composition.num_layers
     stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
     actual = in_config if in_config is not None or requested is None else stored_layers
     used = requested if in_config is None else in_config
-    return Depth(
+    return FoundDepth(
         used or stored_layers, name, actual, requested, required=requested is None and composition.names_layers
     )
 
@@ -326,11 +325,6 @@ def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
     """A full expert's tensor; for the absent one of a tied head and its embedding, the other's."""
     parameter = checkpoint.parameters[tied.source(key, checkpoint.parameters) if tied else key]
     return Whole.of(parameter.path, parameter.tensor)
-
-
-def base_of(plan: Plan, base_model: str | None = None) -> Checkpoint:
-    """The base of a plan of adapters: `base_model`, or the one that the experts or the composition name."""
-    return open_checkpoint(named_base(base_model or plan.base_reference, _PASS_BASE))
 
 
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
@@ -425,7 +419,7 @@ def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> 
 def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
     reference = reference_of(adapters, composition.base_model)
     if adapters:
-        named_base(reference, _PASS_BASE)
+        Reference.to_base(reference, PASS_BASE)
     return open_checkpoint(reference) if reference else None
 
 

@@ -18,8 +18,9 @@ from pydantic import Field, model_validator
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, NO_LAYER, ModelConfig, format_layers, known_depth
-from adapterswap.core.planning.composition import Composition, expert_name
+from adapterswap.core.model.layers import NO_LAYER, ModelConfig, ModuleName, format_layers, known_depth
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
 from adapterswap.kit.files.models import StrictModel, validate
@@ -40,7 +41,7 @@ _SHARED = {
 _OWN = {"linear": ("weight",), "passthrough": ("scale",), "task_arithmetic": ("weight",), "ties": ("weight", "density")}
 """Method → the parameters of a model; a slice or the file may set them for all models."""
 _NORMALIZES = {"linear": True, "task_arithmetic": False, "ties": True}
-_AFTER = HEADS | {"norm", "ln_f", "final_layer_norm", "final_layernorm"}  # modules after the layers
+_NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # after the layers, as heads are
 
 
 class _Model(StrictModel):
@@ -265,7 +266,7 @@ class _Reading:
                 parameter="model",
             )
         self.opened[reference] = checkpoint
-        self.names[reference] = expert_name(checkpoint, self.names.values(), "model")
+        self.names[reference] = ExpertName.choose(checkpoint, self.names.values(), "model")
 
     def _slices(self, num_layers: int) -> list[_Slice]:
         """The slices from the first layer to the last; if the file has none, one slice with all models."""
@@ -348,10 +349,10 @@ class _Reading:
         before, after = (self._merged(tensor.name, part, 0.0) for part in (slices[0], slices[-1]))
         if before == after:
             return before
-        end_of_name = tensor.module.rpartition(".")[2]
-        if end_of_name in EMBEDDINGS:
+        module = ModuleName(tensor.module)
+        if module.is_embedding:
             return before
-        if end_of_name in _AFTER:
+        if module.is_head or module.rpartition(".")[2] in _NORMS:
             return after
         raise UnsupportedError(
             f"{self.path}: {tensor.name} is outside the layers, and the first and the last slice treat it differently",

@@ -109,7 +109,17 @@ class MethodFields(StrictModel):
     @classmethod
     def _read(cls, parameter: Parameter, value: Any) -> Any:
         """The checked value; raises a ValidationError if the parameter does not allow it."""
-        return _adapter_of(parameter).validate_python(value)
+        return _adapter_of(cls, parameter).validate_python(value)
+
+    @classmethod
+    def kind_of(cls, parameter: Parameter) -> Any:
+        """The type of a parameter's values with its bounds, for pydantic."""
+        bounds: dict[str, Any] = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
+        if parameter.choices:
+            return Literal[parameter.choices]
+        if parameter.kind is float:
+            return Annotated[float, Field(**bounds, allow_inf_nan=False), Numbers]
+        return Annotated[int, Field(**bounds), Numbers] if parameter.kind is int else parameter.kind
 
     @classmethod
     def _not_own(
@@ -152,16 +162,6 @@ class RuleFields(MethodFields):
     in_rules: ClassVar[bool] = True
 
 
-def kind_of(parameter: Parameter) -> Any:
-    """The type of a parameter's values with its bounds, for pydantic."""
-    bounds: dict[str, Any] = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
-    if parameter.choices:
-        return Literal[parameter.choices]
-    if parameter.kind is float:
-        return Annotated[float, Field(**bounds, allow_inf_nan=False), Numbers]
-    return Annotated[int, Field(**bounds), Numbers] if parameter.kind is int else parameter.kind
-
-
 @cache
-def _adapter_of(parameter: Parameter) -> TypeAdapter[Any]:
-    return TypeAdapter(kind_of(parameter))
+def _adapter_of(model: type[MethodFields], parameter: Parameter) -> TypeAdapter[Any]:
+    return TypeAdapter(model.kind_of(parameter))

@@ -16,19 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import adapterswap
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import NumLayers, check_one_list
+from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.core.model.layers import Depth, KeptLayers, NumLayers, Stack, check_one_list
 from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import adapt_one_base, reference_of
+from adapterswap.core.planning.base import PASS_BASE, adapt_one_base, reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.slices import requested_by_layer, slice_in
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
 from adapterswap.kit.files.text import expand, is_folder
 
 if TYPE_CHECKING:
     from adapterswap import Exported
-    from adapterswap.core.planning.describe import Mark
+    from adapterswap.core.planning.describe import Mark, Picture
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,16 @@ class Plan:
         return marks(self)
 
     @property
+    def picture(self) -> Picture:
+        """The strip as data."""
+        from adapterswap.core.planning.describe import draw
+
+        return draw(self.marks, self.depth, tuple(self.experts))
+
+    @property
     def strip(self) -> str:
         """The layers from left (bottom) to right (top), one character each, and a legend."""
-        from adapterswap.core.planning.describe import strip
-
-        return strip(self)
+        return self.picture.text
 
     @property
     def remarks(self) -> list[str]:
@@ -190,6 +196,11 @@ class Plan:
             max_error=max_error, overwrite=overwrite,
         )  # fmt: skip
 
+    @property
+    def depth(self) -> Depth:
+        """The base's number of layers, or that of each of its stacks."""
+        return Depth(self.num_layers)
+
     @cached_property
     def modules(self) -> dict[str, Slot]:
         """The modules of an adapter with LoRA or another kind of factors, by full name."""
@@ -265,12 +276,63 @@ class Plan:
         for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
             raise UnsupportedError(message, remedy)
 
+    @cached_property
+    def slice(self) -> KeptLayers | None:
+        """The layers that it keeps of its only expert, if it is a slice; else None."""
+        if len(self.experts) != 1 or self.composition.allocation is None:
+            return None
+        return slice_in(self.rules, next(iter(self.experts)))
+
+    @property
+    def kept_layers(self) -> KeptLayers | None:
+        """The layers that the result has, if it is a slice, or if slices gave it no more; None if it has all.
+
+        A layer that was cut away from an expert, and that the plan leaves to the base, is still missing.
+        """
+        slices = [expert.kept_layers for expert in self.experts.values() if expert.kept_layers is not None]
+        if self.slice is not None or not slices:
+            return self.slice
+        requested = requested_by_layer(self.rules, self, self.depth)
+        by_stack: dict[Stack | None, set[int]] = {}
+        for (stack, layer), names in requested.items():
+            by_stack.setdefault(stack, set())
+            if names or all(kept.has(stack, layer) for kept in slices):
+                by_stack[stack].add(layer)
+        if sum(map(len, by_stack.values())) == len(requested):
+            return None
+        return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})
+
+    def open_base(self, base_model: str | None = None) -> Checkpoint:
+        """Open the base of a plan of adapters: `base_model`, or the one that the composition or the experts name."""
+        return open_checkpoint(Reference.to_base(base_model or self.base_reference, PASS_BASE))
+
+    def merged_into(self, base: Checkpoint) -> Plan:
+        """The plan of full weights, for a plan of adapters: the adapters merged into their base.
+
+        The coefficients must be final; see `writing.resolving.Resolved.of`.
+
+        Args:
+            base: the base that the experts adapt.
+
+        Raises:
+            BaseModelError: the base is another one than the experts adapt, or has other layers.
+            UnsupportedError: the base is quantized where they adapt it, or the composition cannot be computed there.
+        """
+        from adapterswap.core.planning.making import merge_plan
+
+        return merge_plan(self, base)
+
     @property
     def base_model(self) -> str | None:
         """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
         name = _named_by_all(self.adapters)
         declared = self.composition.base_model
         return name if name is not None or declared is None else Reference(declared).parts[0]
+
+    @property
+    def public_base(self) -> str | None:
+        """The base's name as it is published; see `Reference.public_name`."""
+        return self.base_model and Reference(self.base_model).public_name
 
     @property
     def base_revision(self) -> str | None:

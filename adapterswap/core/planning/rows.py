@@ -27,7 +27,7 @@ from adapterswap.core.changes.locating import TiedHead
 from adapterswap.core.companions.tokenizer import Tokens, clashes, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import Adapter, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import EMBEDDINGS, HEADS, ModelConfig, ModuleName
+from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
@@ -143,7 +143,7 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     ]
     if not trained or (config is not None and config.get("tie_word_embeddings") is False):
         return
-    if len(changed) == 1 and changed[0].name.rpartition(".")[2] not in HEADS:
+    if len(changed) == 1 and not ModuleName(changed[0].name).is_head:
         return
     names = " and ".join(slot.name for slot in changed)
     tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
@@ -800,7 +800,7 @@ def _is_lent(span: Span) -> bool:
 def extra_rows(config: Mapping[str, Any], module: str) -> int:
     """The rows of an embedding beyond `vocab_size`, which some multimodal models have for image tokens; their heads
     have none."""
-    if module.rpartition(".")[2] not in EMBEDDINGS:
+    if not ModuleName(module).is_embedding:
         return 0
     language = ModelConfig(config).language
     rows = ModelConfig(language).architecture.extra_rows

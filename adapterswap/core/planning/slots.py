@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
+from adapterswap.core.methods.method import SCALE
+from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.layers import Kind, ModuleName
 from adapterswap.core.planning.rules import BASE, Rule
 
@@ -190,6 +192,20 @@ class Slot(Terms):
         )
         return replace(self, spans=bound, shape=(bound[-1].stop, *self.shape[1:]))
 
+    def reweighted(self, weights: Mapping[str, float], *, apart: bool) -> Slot:
+        """The slot with other weights of the rule's sides, and the coefficients that follow from them.
+
+        For `apart` see `Rule.split`.
+        """
+        assert self.rule is not None
+        term_of = {term.expert: term for term in self.terms}
+        terms = tuple(
+            replace(term_of[expert], side=side, coefficient=coefficient)
+            for (side, expert), coefficient in self.rule.split(weights, apart=apart).items()
+            if expert in term_of
+        )
+        return replace(self, terms=terms, weights=weights)
+
     @property
     def needs_base(self) -> bool:
         """Whether the base's own numbers enter."""
@@ -278,6 +294,21 @@ class Slot(Terms):
         """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
         return self.owner or (self.rule.joint_owner if self.rule else None)
 
+    @property
+    def blend(self) -> str:
+        """Its blend of sides as text, with its method and whether its weights depend on magnitudes."""
+        text, rule = blend_text(self.weights), self.rule
+        if rule is None:
+            return text
+        if self.method != "linear":
+            text = f"{self.method}({text}){_parameters_text(rule)}"
+        return f"{text}, weighted by magnitude" if rule.weights else text
+
+    @property
+    def label(self) -> str:
+        """Its owner, as the strip calls it, or its blend as text."""
+        return self.owner_label or self.blend
+
 
 def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
@@ -286,13 +317,14 @@ def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     return tuple(replace(term, coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
 
 
-def reweighted(
-    terms: Sequence[Term[Change]], rule: Rule, weights: Mapping[str, float], *, apart: bool
-) -> tuple[Term[Change], ...]:
-    """The terms with the coefficients that follow from these weights; experts without a term are left out."""
-    term_of = {term.expert: term for term in terms}
-    return tuple(
-        replace(term_of[expert], side=side, coefficient=coefficient)
-        for (side, expert), coefficient in rule.split(weights, apart=apart).items()
-        if expert in term_of
-    )
+def blend_text(coefficients: Mapping[str, float]) -> str:
+    """A blend as text: `0.5·math + 0.5·swahili`."""
+    return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
+
+
+def _parameters_text(rule: Rule) -> str:
+    """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
+    parameters = [parameter for parameter in find_method(rule.method).own_parameters if parameter.name != SCALE.name]
+    values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
+    listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
+    return f" at {', '.join(listed)}" if listed else ""

@@ -15,7 +15,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
-from adapterswap.core.planning.composition import fits_peft
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, Problems, UnsupportedError
@@ -654,7 +654,7 @@ def clash(experts: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str
 @_of_plan("names with dots, or inside `lora_`", Target.LIVE)
 def _unfit_names(plan: Plan, f: Facts) -> Found:
     for name in plan.experts:
-        if not fits_peft(name):
+        if not ExpertName(name).fits_peft:
             yield f"PEFT cannot hold an adapter under the name {name!r}", f.otherwise
 
 

@@ -19,11 +19,10 @@ from adapterswap import __version__
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import Stack, format_depth, format_layers
-from adapterswap.core.model.sources import Source, public_name
-from adapterswap.core.planning.composing import sliced_layers
+from adapterswap.core.model.layers import Stack, format_layers
+from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.composition import ZONES
-from adapterswap.core.planning.describe import Mark, draw_strip, error_text
+from adapterswap.core.planning.describe import error_text
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout
 from adapterswap.core.writing.records import CompositionRecord
@@ -135,7 +134,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         record: the content of its adapterswap.json.
         layout: the tensors and config that were written.
     """
-    base = public_name(plan.base_model)
+    base = plan.public_base
     licences = Licences.of(plan)
     is_lora = layout.config["peft_type"] == LORA
     kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
@@ -145,7 +144,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         **licences.front(),
         "tags": ["adapterswap", *(["lora"] if is_lora else []), "merge"],
     }
-    layers, count = sliced_layers(plan), len(plan.experts)
+    layers, count = plan.slice, len(plan.experts)
     how_made = (
         f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
         if layers is None
@@ -321,16 +320,15 @@ def _link(source: Source) -> str:
 
 def _layers(plan: Plan) -> str:
     """The strip of layers, the settings, and where each layer comes from."""
-    drawn = plan.marks
-    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(drawn))
+    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
     return f"""Layers from bottom (left) to top (right):
 
 ```
-{draw_strip(drawn, plan.num_layers, tuple(plan.experts))}
+{plan.strip}
 ```
 {_settings(plan)}
 
-| layers of {format_depth(plan.num_layers)} | from |
+| layers of {plan.depth} | from |
 |---|---|
 {rows}"""
 
@@ -344,21 +342,19 @@ def _settings(plan: Plan) -> str:
     return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
 
 
-def _zones(drawn: Sequence[Mark]) -> list[tuple[str, str]]:
+def _zones(plan: Plan) -> list[tuple[str, str]]:
     """Consecutive layers with the same origin, and that origin, in the order of the layers."""
-    stacks = dict.fromkeys(mark.stack for mark in drawn)
-    zones = [(stack, zone) for stack in sorted(stacks, key=str, reverse=True) for zone in _zones_of(drawn, stack)]
+    by_stack: dict[Stack | None, dict[int, dict[str, str]]] = {}
+    for mark in plan.marks:
+        origin = mark.owner or mark.blend
+        kinds = by_stack.setdefault(mark.stack, {}).setdefault(mark.layer, {})
+        kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+    zones = [(stack, zone) for stack in sorted(by_stack, key=str, reverse=True) for zone in _zones_of(by_stack[stack])]
     return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
 
 
-def _zones_of(drawn: Sequence[Mark], stack: Stack | None) -> list[tuple[str, str]]:
-    origins: dict[int, dict[str, str]] = {}
-    for mark in drawn:
-        if mark.stack != stack:
-            continue
-        origin = mark.owner or mark.blend
-        kinds = origins.setdefault(mark.layer, {})
-        kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+def _zones_of(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str, str]]:
+    """The zones of one stack; `origins` are those of each layer's kinds of modules."""
     zones: list[tuple[list[int], str]] = []
     for layer in sorted(origins):
         kinds = origins[layer]
@@ -421,7 +417,7 @@ def _list(lines: Iterable[str]) -> str:
 def _citation(plan: Plan) -> str:
     """The papers to cite for the methods used, with links."""
     composition = plan.composition
-    if sliced_layers(plan) is not None:
+    if plan.slice is not None:
         return ""
     if composition.allocation is not None:
         methods = [find_method("layer_swap"), *(find_method(slot.method) for slot in plan if slot.method != "linear")]

@@ -18,9 +18,8 @@ from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, chec
 from adapterswap.core.experts.keys import KINDS, ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
-from adapterswap.core.model.layers import HEADS, ModelConfig, ModuleName, layer_container
+from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import named_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
@@ -135,7 +134,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
 
 def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
-    reference = named_base(plan.base_reference)
+    reference = Reference.to_base(plan.base_reference)
     return Base.at(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
 
 
@@ -215,7 +214,7 @@ def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str])
 def _in_class_of(model: Base, name: str, own_names: Mapping[str, str]) -> str | None:
     """The name in the model class that `own_names` come from, which is known by the prefix of its layers."""
     moved = model.exchange(name, model.container, layer_container(own_names.values()))
-    return name if moved is None and name.removesuffix(".bias").rpartition(".")[2] in HEADS else moved
+    return name if moved is None and ModuleName(name.removesuffix(".bias")).is_head else moved
 
 
 def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
@@ -225,7 +224,8 @@ def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
     model, LLaVA's tower was `model.vision_tower.vision_model`, and Nemotron-H's layers were `backbone.layers.N`, as
     Mamba's still are.
     """
-    if reference is None or all(name in HEADS or _PARTS.search(name) for name in names):
+    heads = [name for name in names if "." not in name and ModuleName(name).is_head]
+    if reference is None or all(name in heads or _PARTS.search(name) for name in names):
         return False
     config = Reference(reference).cached_config  # before the Hub is asked, which takes longer than a swap
     with suppress(AdapterswapError):  # if the config is not available: nothing else needs it
@@ -299,11 +299,9 @@ def check_fusing(plan: Plan) -> None:
     """
     if (module := first_fused(plan)) is None:
         return
-    reference = named_base(plan.base_reference)
+    reference = Reference.to_base(plan.base_reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-    if _is_known_to_fuse(
-        Reference(reference).config()[1], [part for name, part in modules.items() if ModuleKeys(name).is_fused]
-    ):
+    if _is_known_to_fuse(reference.config()[1], [part for name, part in modules.items() if ModuleKeys(name).is_fused]):
         return
     import torch
     from peft import LoraConfig

@@ -24,9 +24,7 @@ from adapterswap.core.model.sources import (
     Reference,
     Source,
     base_fingerprints,
-    public_name,
 )
-from adapterswap.core.planning.composing import kept_layers
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.kit.files.hashes import sha256_of
@@ -101,10 +99,11 @@ class SourceRecord(_Written):
     @staticmethod
     def of_adapter(adapter: Adapter, sha256: str) -> SourceRecord:
         """The identity of an adapter; `sha256` is the hash of its weights."""
+        base = adapter.trained_on or adapter.config.base_model
         return _source(
             adapter,
             sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
-            base_model=public_name(adapter.trained_on or adapter.config.base_model),
+            base_model=base and Reference(base).public_name,
             base_revision=adapter.config.revision,
         )
 
@@ -319,8 +318,8 @@ class CompositionRecord(_Written):
             named = plan.base.source if plan.base else None
             fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
         else:
-            fields |= {"base_model": public_name(plan.base_model), "base_revision": plan.base_revision}
-        fields |= SliceRecord.of(kept_layers(plan))
+            fields |= {"base_model": plan.public_base, "base_revision": plan.base_revision}
+        fields |= SliceRecord.of(plan.kept_layers)
         fields["base"] = base
         fields["companions"] = plan.companions.record if companions else {}
         rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}

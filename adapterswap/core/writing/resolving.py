@@ -24,7 +24,7 @@ from adapterswap.core.changes.reading import FactorReader, Factors, row_reader
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
-from adapterswap.core.planning.slots import Slot, reweighted
+from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import Dtype, row_ranges
 from adapterswap.kit.files.tensorfile import open_files
@@ -202,7 +202,7 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
     else:
         weights = rule.coefficients_of(_gram(slot, rule, read))
         apart = apart or not any(weights.values())  # a module of zeros is written as one
-    settled = replace(slot, terms=reweighted(slot.terms, rule, weights, apart=apart), weights=weights)
+    settled = slot.reweighted(weights, apart=apart)
     # A stored tensor needs the base while its rule waits for magnitudes; from now on its coefficients decide.
     return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled
 

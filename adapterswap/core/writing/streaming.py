@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from adapterswap.core.model.checkpoints import MODEL_INDEX
-from adapterswap.core.model.layers import deepest
 from adapterswap.core.model.loading import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
@@ -222,7 +221,7 @@ def stream(
             output.truncate(shard.size)
             for key in (key for key in plan.slots if key in shard.places):
                 slot = plan.slots[key]
-                device = devices[(slot.layer or 0) * len(devices) // deepest(plan.num_layers)]
+                device = devices[(slot.layer or 0) * len(devices) // plan.depth.of(None)]
                 result = ResultTensor(slot, shard.places[key], output.fileno())
                 (computed if result.copied is None else copied).append((device, result))
 

@@ -20,7 +20,7 @@ from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.composing import adapter_plan
-from adapterswap.core.planning.making import base_of, make_plan, merge_plan
+from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
@@ -208,7 +208,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     """
     quantized = None
     if not plan.is_model:
-        base = base_of(plan, base_model)
+        base = plan.open_base(base_model)
         if not recorded:
             check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
         if form.dequantize and base.quantization is None:
@@ -220,7 +220,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
         if form.dequantize:
             quantized, base = base, base.dequantized()
         resolved = Resolved.of(plan)
-        full = merge_plan(resolved.plan, base)
+        full = resolved.plan.merged_into(base)
     else:
         if form.dequantize:
             raise UnsupportedError(

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Kind
-from adapterswap.core.model.sources import Reference, public_name
+from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.composing import adapter_plan
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
@@ -255,13 +255,14 @@ def write_gguf(
         ]
     else:
         contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
+    named = prepared.plan.composition.base_model or prepared.plan.base_model
     exported = Exported(
         out_path,
         tuple(file for file, _ in contents),
         prepared.architecture,
         outtype,
         prepared.alpha,
-        public_name(prepared.plan.composition.base_model or prepared.plan.base_model),
+        named and Reference(named).public_name,
     )
     if dry_run:
         return exported

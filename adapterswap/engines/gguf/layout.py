@@ -25,8 +25,7 @@ from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.config import scale
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import Kind, ModelConfig
-from adapterswap.core.model.sources import Reference, public_name
-from adapterswap.core.planning.base import named_base
+from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
@@ -137,7 +136,7 @@ class PreparedGguf:
     @property
     def base_name(self) -> str | None:
         """The base's public name."""
-        return public_name(self.plan.base_model)
+        return self.plan.public_base
 
     @property
     def output(self) -> dict[str, Any]:
@@ -148,9 +147,9 @@ class PreparedGguf:
     def of(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
         """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
         plan.check_adapter()
-        reference = named_base(plan.base_reference)
-        config = Reference(reference).config()[1]
-        architecture = find_architecture(config, public_name(reference) or "the base")
+        reference = Reference.to_base(plan.base_reference)
+        config = reference.config()[1]
+        architecture = find_architecture(config, reference.public_name or "the base")
         places = _places(plan, architecture, ModelConfig(config).language, form)
         check_one_base(plan.adapters)
         _check_copies(plan, reference)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
-from adapterswap.core.planning.composition import Composition, expert_name
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live.batching import Rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
@@ -409,7 +410,7 @@ class LiveComposer:
             ExpertError, UnsupportedError: see `live.load_expert`.
         """
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
-        name = name or expert_name(adapter, self.model.peft_config, "expert")
+        name = name or ExpertName.choose(adapter, self.model.peft_config, "expert")
         adapter = as_in_model(adapter, name, self.model)
         if compositions:
             if layers is not None:

@@ -22,9 +22,10 @@ from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, for
 from adapterswap.core.model.loading import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Source
 from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composing import slice_layers, whole_rules
-from adapterswap.core.planning.composition import Composition, fits_peft, parse_composition
+from adapterswap.core.planning.composing import slice_layers
+from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target, clash
@@ -273,7 +274,7 @@ def _check_name(name: str, loaded: Any) -> None:
             "Choose another name, or delete that adapter first (delete_adapter)",
             parameter="name",
         )
-    if not fits_peft(name):
+    if not ExpertName(name).fits_peft:
         problems.add(
             f"PEFT cannot hold an adapter under the name {name!r}",
             f"Choose a name without dots that is neither {BASE!r} nor a part of 'lora_'",
@@ -376,7 +377,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
     # of further ones, so each module is loaded by itself: the file has the factors of both.
     adapter = replace(adapter, original={}, config=replace(adapter.config, tied=False))
     if layers is None:
-        composition = Composition(allocation=whole_rules("expert", adapter))
+        composition = Composition.of_one("expert", adapter)
         plan = make_plan(composition, {"expert": without_copies(adapter)}, num_layers=num_layers)
     else:
         plan = slice_layers(without_copies(adapter), layers, num_layers=num_layers)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.model.layers import format_depth
+from adapterswap.core.model.layers import Depth
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.resolving import Resolved
@@ -60,8 +60,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
         raise problems.as_error().recast(parameter="composition")
     if inventory.num_layers not in (plan.num_layers, None):
         problems.add(
-            f"The plan is for {format_depth(plan.num_layers)} layers, and the model has "
-            f"{format_depth(inventory.num_layers or 0)}",
+            f"The plan is for {plan.depth} layers, and the model has {Depth(inventory.num_layers or 0)}",
             "Make the plan for this model",
             parameter="composition",
         )

@@ -12,7 +12,8 @@ from pathlib import Path
 from pydantic import Field, PrivateAttr
 
 from adapterswap.core.model.sources import CONFIG
-from adapterswap.core.planning.composition import Composition, fits_short_names, parse_composition
+from adapterswap.core.planning.composition import Composition, parse_composition
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.places import Place, Places
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import (
@@ -40,7 +41,7 @@ def check_expert_name(name: str) -> None:
         raise FieldError(
             f"The expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
         )
-    if not fits_short_names(name) or len(name) > _LONGEST:
+    if not ExpertName(name).fits_short_names or len(name) > _LONGEST:
         raise FieldError(
             f"{shown(name)} cannot be the name of an expert",
             "Use letters, digits, `_`, `-` and `.`, as in swahili-v2",

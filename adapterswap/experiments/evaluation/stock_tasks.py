@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from adapterswap.core.model.sources import hub_reason
+from adapterswap.core.model.sources import HubFailure
 from adapterswap.experiments.chat import bounded
 from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
@@ -508,7 +508,7 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
         ) from None
     except Exception as error:  # a task's data loader and its own code may raise anything
         raise DataError(
-            f"lm-evaluation-harness cannot load {', '.join(names)}: {hub_reason(error)}",
+            f"lm-evaluation-harness cannot load {', '.join(names)}: {HubFailure(error).reason}",
             "Its data comes from the Hub: check the network and HF_HUB_OFFLINE, and install the packages that the task "
             "needs. For your own task, check its files and data",
             parameter="tasks",

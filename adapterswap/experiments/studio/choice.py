@@ -16,8 +16,8 @@ from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from adapterswap.core import ZONES, Composition, Kind, Rule, format_layers, parse_layers
+from adapterswap.core.methods.registry import PARAMETERS
 from adapterswap.core.model.layers import NO_LAYER
-from adapterswap.core.planning.parameters import parameter_keys
 from adapterswap.kit.errors import ArgumentError, CompositionError
 from adapterswap.kit.files.models import validate
 
@@ -78,9 +78,10 @@ def _painted_rules(painted: Painted) -> list[Rule]:
 
 
 FIELDS = (
-    "method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside", *parameter_keys(), "seed",
-    "allow_negative",
-)  # fmt: skip
+    *("method", "partition", *ZONES, "task_weight", "language_weight", "weights", "outside"),
+    *(name for name in PARAMETERS if name != "seed"),
+    *("seed", "allow_negative"),
+)
 """The fields of a composition that the page and its address can set, besides the experts."""
 
 _PAINT = re.compile(r"(attention|mlp|other)\.(\d[\d,-]*)=(.+)")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core import Composition, compose, flag_of, own_name, write_adapter
+from adapterswap.core import Composition, ExpertName, compose, flag_of, write_adapter
 from adapterswap.engines.gguf.export import export
 from adapterswap.experiments.studio.choice import FIELDS, by_rules
 from adapterswap.experiments.studio.workspace import Workspace
@@ -100,9 +100,8 @@ def _for_commands(composition: Composition, num_layers: int) -> Composition:
     They name experts by folder, and an expert on both sides would get two names.
     """
     experts = composition.experts
-    if composition.allocation is None and (
-        {*composition.task} & {*composition.language} or any(own_name(place) != name for name, place in experts.items())
-    ):
+    renamed = any(ExpertName.of(place) != name for name, place in experts.items())
+    if composition.allocation is None and (renamed or {*composition.task} & {*composition.language}):
         return by_rules(composition, num_layers)
     return composition
 

@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from adapterswap.core import BASE, Composition, Plan
-from adapterswap.core.planning.describe import COLOURS, blend_of, draw
+from adapterswap.core.planning.describe import COLOURS
 from adapterswap.core.planning.slots import Slot
 from adapterswap.experiments.analysis.analyzing import Analysis
 from adapterswap.experiments.analysis.suggesting import Suggestion
@@ -86,8 +86,7 @@ def error_html(error: AdapterswapError) -> str:
 
 
 def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
-    picture = draw(plan.marks, plan.num_layers, tuple(plan.experts))
-    letters = {meaning: letter for letter, meaning in picture.legend.items()}
+    letters = {meaning: letter for letter, meaning in plan.picture.legend.items()}
     found: dict[tuple[int, str], list[Slot]] = {}
     shown = {(mark.layer, mark.kind) for mark in plan.marks}
     for slot in plan:
@@ -97,7 +96,7 @@ def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
 
 
 def _cell(slots: Sequence[Slot], letters: Mapping[str, str]) -> _Cell:
-    meanings = list(dict.fromkeys(slot.owner_label or blend_of(slot) for slot in slots))
+    meanings = list(dict.fromkeys(slot.label for slot in slots))
     shares: dict[str, float] = {}
     for slot in slots:
         for term in slot.terms:

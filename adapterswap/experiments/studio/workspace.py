@@ -18,6 +18,7 @@ from adapterswap.core import (
     BASE,
     Adapter,
     Composition,
+    ExpertName,
     OpenedBase,
     Plan,
     Rule,
@@ -25,7 +26,6 @@ from adapterswap.core import (
     compose,
     known_depth,
     open_adapter,
-    own_name,
 )
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.engines.live import LiveComposer, stream
@@ -299,7 +299,7 @@ class Workspace:
         """Open and load another expert by its folder or Hub id, and return its name."""
         if not self.allow_paths:
             raise ArgumentError("This studio does not open further experts", "Start it with `allow_paths=True`")
-        name = own_name(reference)
+        name = ExpertName.of(reference)
         check_expert_name(name)
         if name in self.references:
             raise ArgumentError(f"An expert named {name!r} is already open", "Rename its folder", parameter="reference")

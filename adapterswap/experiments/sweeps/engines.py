@@ -186,7 +186,7 @@ def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
 
 def _check_merged(prepared: PreparedSweep) -> None:
     """Check what only vLLM needs of cells: full weights, for the base's config; `prepare` has checked the rest."""
-    from adapterswap.core import merge_plan, open_checkpoint
+    from adapterswap.core import open_checkpoint
 
     for cell in prepared.plans.checked:
         plan = prepared.plans[cell.cell]
@@ -195,7 +195,7 @@ def _check_merged(prepared: PreparedSweep) -> None:
         if plan.is_model:
             _check_config(cell, plan)
         elif not cell.output.get("full_rank"):
-            merge_plan(plan, open_checkpoint(prepared.recipe.base_model))
+            plan.merged_into(open_checkpoint(prepared.recipe.base_model))
 
 
 def _check_config(cell: Cell, plan: Plan) -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from adapterswap.core import BASE, Parameter, Partition, Rule
-from adapterswap.core.planning.composition import Outside, fits_peft, fits_short_names
-from adapterswap.core.planning.models import Method, MethodFields, kind_of
+from adapterswap.core import BASE, ExpertName, Parameter, Partition, Rule
+from adapterswap.core.planning.composition import Outside
+from adapterswap.core.planning.models import Method, MethodFields
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.models import StrictModel
 from adapterswap.kit.files.yaml import FieldMistake
@@ -39,7 +38,8 @@ EXTRA = "extra-"
 
 
 def _expert_name(name: str) -> str:
-    if not fits_short_names(name) or not fits_peft(name) or name.startswith(EXTRA):
+    expert = ExpertName(name)
+    if not expert.fits_short_names or not expert.fits_peft or name.startswith(EXTRA):
         raise ValueError(
             f"{name!r} cannot name an expert: use letters, digits, - and _, but not {BASE!r}, 'lora' or a name that "
             f"begins with {EXTRA!r}"
@@ -70,12 +70,6 @@ Name = Annotated[str, AfterValidator(_expert_name)]
 Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
 """A value, or a list of values that are tried in turn; empty if the recipe does not have the field."""
 Count = Annotated[int, Field(ge=0)]
-
-
-@cache
-def _values_of(parameter: Parameter) -> TypeAdapter[Any]:
-    kind: Any = tuple[kind_of(parameter), ...]  # type: ignore[misc]
-    return TypeAdapter(Annotated[kind, BeforeValidator(as_list), AfterValidator(_distinct)])
 
 
 class Family(MethodFields):
@@ -147,8 +141,9 @@ class Family(MethodFields):
         return {field: values for field, values in grid.items() if values}
 
     @classmethod
-    def _read(cls, parameter: Parameter, value: Any) -> Any:
-        return _values_of(parameter).validate_python(value)
+    def kind_of(cls, parameter: Parameter) -> Any:
+        kind: Any = tuple[super().kind_of(parameter), ...]  # type: ignore[misc]
+        return Annotated[kind, BeforeValidator(as_list), AfterValidator(_distinct)]
 
     @model_validator(mode="after")
     def _rules_alone(self) -> Family:

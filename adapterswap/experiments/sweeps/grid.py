@@ -16,7 +16,6 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from adapterswap.core import BASE, Composition, find_method
-from adapterswap.core.planning.composition import scaled_default
 from adapterswap.experiments.sweeps.families import (
     BASELINES,
     LANGUAGE,
@@ -154,7 +153,7 @@ def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> 
     free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if _has_zones(composition):
-        return _zones(composition, num_layers) == (*_paper_zones(num_layers), 0, 0) and not changed
+        return composition.requested_zones(num_layers) == Composition().requested_zones(num_layers) and not changed
     if is_only:
         return True
     defaults = {p.name: None if p.required else p.default for p in find_method(composition.method).own_parameters}
@@ -163,23 +162,11 @@ def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> 
 
 def overlaps(composition: Composition, num_layers: int) -> bool:
     """Whether a layer swap's zones need more layers than the base has."""
-    return _has_zones(composition) and sum(_zones(composition, num_layers)) > num_layers
+    return _has_zones(composition) and sum(composition.requested_zones(num_layers)) > num_layers
 
 
 def _has_zones(composition: Composition) -> bool:
     return composition.method == "layer_swap" and composition.partition is None and composition.allocation is None
-
-
-def _paper_zones(num_layers: int) -> tuple[int, int]:
-    return scaled_default(5, num_layers), scaled_default(2, num_layers)
-
-
-def _zones(composition: Composition, num_layers: int) -> tuple[int, int, int, int]:
-    """(b, u, t_b, t_u) as in `Composition.zones`, but without its errors: here zones may overlap."""
-    bottom, top = _paper_zones(num_layers)
-    bottom = bottom if composition.bottom is None else composition.bottom
-    top = top if composition.top is None else composition.top
-    return bottom, top, composition.bottom_transition, composition.top_transition
 
 
 @dataclass(frozen=True)

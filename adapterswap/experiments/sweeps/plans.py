@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from adapterswap.core import Adapter, Checkpoint, Form, Plan, make_plan, merge_plan
+from adapterswap.core import Adapter, Checkpoint, Form, Plan, make_plan
 from adapterswap.experiments.sweeps.grid import Cell
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.kit.errors import AdapterswapError, Problems, UnsupportedError
@@ -119,7 +119,7 @@ class Plans(Mapping[str, "Plan | None"]):
                 _check_vocabulary(plan)
             elif cell.output.get("full_rank"):
                 if stored is not None:
-                    _check_vocabulary(merge_plan(plan, stored))  # reports mistakes before anything is evaluated
+                    _check_vocabulary(plan.merged_into(stored))  # reports mistakes before anything is evaluated
             elif cell.output or not _is_live(plan):  # reduced to an adapter
                 check_form(plan, Form(**cell.output))
             return plan

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.core import SIDES, OpenedBase
-from adapterswap.core.model.sources import hub_reason, hub_remedy
+from adapterswap.core import OpenedBase
+from adapterswap.core.model.sources import HubFailure
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen
-from adapterswap.experiments.training.recipe import DatasetSource, Template, TrainingOptions, TrainRecipe
+from adapterswap.experiments.training.recipe import SIDES, DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
 from adapterswap.experiments.training.texts import (
     TEMPLATE_COLUMNS,
@@ -289,10 +289,10 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
         with uncounted():
             return load()
     except (datasets.exceptions.DatasetNotFoundError, ConnectionError) as error:
+        failure = HubFailure(error)
         raise NotFoundError(
-            f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: "
-            f"{hub_reason(error)}",
-            hub_remedy("Check the path or id; for a gated dataset log in with `hf auth login`", error),
+            f"The dataset {source.path} is not a local file and could not be downloaded from the Hub: {failure.reason}",
+            failure.remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:

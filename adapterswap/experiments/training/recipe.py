@@ -26,7 +26,7 @@ from pydantic import (
     model_validator,
 )
 
-from adapterswap.core import SIDES, Composition, Partition, Side, format_layers, parse_layers
+from adapterswap.core import Composition, Partition, format_layers, parse_layers
 from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
@@ -81,6 +81,10 @@ class Template:
             parts.append(str(value))
         return "".join(parts)
 
+
+Side = Literal["task", "language"]
+SIDES: tuple[Side, Side] = ("task", "language")
+"""The two sides of a partition; each takes or trains the modules that the partition gives to it."""
 
 LORA_KEYS = ("r", "alpha", "rslora", "dropout", "target_modules", "modules_to_save")
 

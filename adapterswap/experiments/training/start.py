@@ -29,7 +29,7 @@ from adapterswap.core import (
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import clashes, read_tokens
 from adapterswap.core.experts.adapter import and_more
-from adapterswap.core.model.sources import Reference, public_name
+from adapterswap.core.model.sources import Reference
 from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
@@ -136,7 +136,7 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
         {"the start": adapter.base_fingerprints}, base.source, {"the start": adapter.config.base_reference}
     )
     by_weights = bool(adapter.base_fingerprints and base.source.identity)
-    if config.base_model and not by_weights and public_name(config.base_model) != base.source.name:
+    if config.base_model and not by_weights and Reference(config.base_model).public_name != base.source.name:
         problems.add(
             f"The start adapts the base {config.base_model}, but the recipe trains on {base.source.name}",
             "Train on the start's base. If both names mean the same weights, write the start again with `compose` and "

@@ -10,21 +10,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import (
-    SIDES,
     Adapter,
     Base,
+    Composition,
     ModelConfig,
     Partition,
-    Side,
     check_one_list,
     known_depth,
     parse_layers,
 )
 from adapterswap.core.experts.config import scale
 from adapterswap.core.model.layers import ModuleName, layer_container
-from adapterswap.core.planning.composition import partition_sides
 from adapterswap.core.writing.layout import Shape
-from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
+from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
 from adapterswap.kit.errors import FieldError, Problems, UnsupportedError
 
 if TYPE_CHECKING:
@@ -181,10 +179,17 @@ class _Targeted:
         return owned, sides if self.simultaneous else {}
 
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
+        """A function from a module's name to its side in the partition; None for modules outside the layers."""
         in_config, name = ModelConfig(self.config.to_dict()).num_layers, type(self.model).__name__
         depth = known_depth(in_config, name, "Use adapter.layers instead of a partition")
-        side = partition_sides(partition, depth)
-        return lambda name: side(name, ModuleName(name).layer(self.container), ModuleName(name).kind)
+        rules = Composition(partition=partition).rules(depth)
+
+        def side_of(module: str) -> Side | None:  # norms follow their layer, like everything in it except attention
+            layer, kind = ModuleName(module).layer(self.container), ModuleName(module).kind
+            owner = next(rule.expert for rule in rules if rule.matches(module, layer, kind))
+            return next((side for side in SIDES if side == owner), None)
+
+        return side_of
 
     def _projections(self) -> list[str]:
         """The ends of the names of all attention and MLP projections."""

@@ -29,11 +29,11 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
-from adapterswap.core import SIDES, OpenedBase, Side
+from adapterswap.core import OpenedBase
 from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.experiments.training.data import row_lengths
-from adapterswap.experiments.training.recipe import AdapterOptions, TrainRecipe
+from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
 from adapterswap.experiments.training.report import choose_schedule, parts_of_batch, rows_a_step, steps_between
 from adapterswap.experiments.training.start import Start, take_over
 from adapterswap.experiments.training.targets import TrainingTargets

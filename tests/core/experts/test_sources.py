@@ -24,8 +24,8 @@ from safetensors.numpy import save
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model import sources
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.sources import Reference, Source, hub_reason, hub_remedy, public_name, same_base
-from adapterswap.core.planning.composition import own_name
+from adapterswap.core.model.sources import HubFailure, Reference, Source, same_base
+from adapterswap.core.planning.names import ExpertName
 from adapterswap.kit.errors import BaseModelError, ExpertError, NotFoundError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -107,12 +107,12 @@ def test_a_network_that_fails_is_named_in_a_few_words(
     """huggingface_hub raises errors of its own, with the client's as their cause, and a long explanation."""
     error = LocalEntryNotFoundError("Got: ConnectError: … An error happened while trying to locate the files")
     error.__cause__ = cause
-    assert hub_reason(error) == "HF_HUB_OFFLINE is set"
+    assert HubFailure(error).reason == "HF_HUB_OFFLINE is set"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert hub_reason(cause) == reason
+    assert HubFailure(cause).reason == reason
     unreachable = reason == "the Hub cannot be reached"
-    assert (hub_reason(error) == reason) == unreachable
-    assert ("network" in hub_remedy("Log in", error)) == unreachable
+    assert (HubFailure(error).reason == reason) == unreachable
+    assert ("network" in HubFailure(error).remedy("Log in")) == unreachable
 
 
 @pytest.mark.parametrize("reference", ["org/math@../refs/main", "org/math@/v1", "org/../math", "../math", "org/math@"])
@@ -146,7 +146,7 @@ def test_one_repository_with_an_adapter_in_each_folder(folder: str, languages: P
         assert opened.source.folder == languages / folder
         assert isinstance(opened, Adapter)
         assert opened.file.path.read_bytes() == (tmp_path / folder / WEIGHTS).read_bytes()
-        assert own_name(reference) == own_name(opened) == folder.rpartition("/")[2]
+        assert ExpertName.of(reference) == ExpertName.of(opened) == folder.rpartition("/")[2]
 
 
 def test_composing_and_verifying_experts_of_one_repository(
@@ -312,11 +312,10 @@ def test_names_are_made_printable(tmp_path: Path) -> None:
     for name, message in (("plain", "plain"), ("two\nlines \x1b[31m", r"two\nlines \x1b[31m"), ("\udcff", r"\udcff")):
         (tmp_path / name).mkdir()
         assert str(Source.find(tmp_path / name, [], what="adapter")) == message
-    assert public_name("org/base") == "org/base"
-    assert public_name(str(tmp_path / "plain")) == "plain"
-    assert public_name("/home/someone/models/base") == "base"
-    assert public_name(None) is None
-    assert public_name("x" * 5000) == "x" * 5000
+    assert Reference("org/base").public_name == "org/base"
+    assert Reference(str(tmp_path / "plain")).public_name == "plain"
+    assert Reference("/home/someone/models/base").public_name == "base"
+    assert Reference("x" * 5000).public_name == "x" * 5000
 
 
 def test_the_same_base_by_two_paths(tmp_path: Path) -> None:

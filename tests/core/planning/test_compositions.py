@@ -13,7 +13,7 @@ from refusals import refused
 import adapterswap
 from adapterswap.core.model.layers import format_layers, parse_layers
 from adapterswap.core.planning.composing import slice_layers
-from adapterswap.core.planning.composition import Composition, parse_composition, scaled_default
+from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
 from adapterswap.kit.files.models import read_recipe, validate
@@ -39,7 +39,7 @@ def test_the_papers_defaults_scale_with_depth(num_layers: int, bottom: int, top:
 
 
 def test_halves_are_rounded_up() -> None:
-    assert [scaled_default(1, n, 32) for n in (15, 16, 47, 48)] == [0, 1, 1, 2]
+    assert [Composition().requested_zones(n)[1] for n in (7, 8, 23, 24)] == [0, 1, 1, 2]  # 2 of 32
 
 
 @given(st.data())
