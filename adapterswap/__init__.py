@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from adapterswap.tools.comparing import diff as diff
     from adapterswap.tools.conversion import convert as convert
     from adapterswap.tools.deltas import Conversion as Conversion
-    from adapterswap.tools.extracted import Verification as Verification
     from adapterswap.tools.extraction import Extraction as Extraction
     from adapterswap.tools.extraction import extract as extract
     from adapterswap.tools.inspecting import Inspection as Inspection
     from adapterswap.tools.inspecting import inspect as inspect
+    from adapterswap.tools.recorded import Verification as Verification
     from adapterswap.tools.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -90,7 +90,7 @@ _HOME = {
     "SweepRecipe": "experiments.sweeps",
     "TrainRecipe": "experiments.training",
     "TrainReport": "experiments.training",
-    "Verification": "tools.extracted",
+    "Verification": "tools.recorded",
     "analyze": "experiments.analysis.analyzing",
     "compose": "core.planning.composing",
     "convert": "tools.conversion",

@@ -34,7 +34,6 @@ from adapterswap.kit.errors import (
     FieldError,
     NotFoundError,
     OutputError,
-    Problem,
     RunError,
     UnsupportedError,
     printable,
@@ -255,12 +254,12 @@ class _Commands(click.Group):
             click.echo(f"Error: {_usage(error)}", err=True)
             sys.exit(WRONG_REQUEST)
         except MemoryError:
-            problems = (Problem("Out of memory", "Use smaller models or a machine with more memory"),)
+            problems = AdapterswapError("Out of memory", "Use smaller models or a machine with more memory").problems
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of the pipe has closed it; click handles that
                 raise
             where = f" ({error.filename})" if error.filename else ""
-            problems = (Problem(f"{error.strerror or error}{where}", "Check the path and the disk"),)
+            problems = AdapterswapError(f"{error.strerror or error}{where}", "Check the path and the disk").problems
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         print_errors(problems, command)
         sys.exit(exit_code)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from adapterswap.tools.comparing import Comparison, Difference, SavedDifference
-    from adapterswap.tools.extracted import Verification
+    from adapterswap.tools.recorded import Verification
 
 
 _WHERE = {"full": "--expert full=PATH", "base": "--base-model"}  # the options that locate an extraction's sources

@@ -31,7 +31,6 @@ from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from adapterswap.core import Form, ModelForm, Plan
-    from adapterswap.core.model.layers import Stack
     from adapterswap.core.writing.adapter import Prepared
     from adapterswap.core.writing.weights import Merged
     from adapterswap.engines.gguf.export import Exported
@@ -169,7 +168,7 @@ def _largest_rank(prepared: Prepared) -> int | None:
 
 def _print_adapter(prepared: Prepared) -> None:
     plan, layout = prepared.plan, prepared.layout
-    if (zones := _zones_text(plan)) is not None:
+    if (zones := plan.zones_text) is not None:
         note(zones)
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     # Modules without terms stay as in the base and are not written.
@@ -207,40 +206,18 @@ def _print_errors(prepared: Prepared) -> None:
         note(f"Warning: more than {_TELLING_ERROR:.0%} of a module's ΔW is lost. Raise --max-rank to keep more.")
 
 
-def _zones_text(plan: Plan) -> str | None:
-    """The zones in numbers, and whether they are the paper's defaults; None if it is not a layer swap."""
-    composition = plan.composition
-    if composition.method != "layer_swap" or composition.allocation is not None or composition.partition:
-        return None
-    return "; ".join(_zones_of(plan, stack) for stack in composition.stacks(plan.num_layers))
-
-
-def _zones_of(plan: Plan, stack: Stack | None) -> str:
-    composition, count = plan.composition, plan.depth.of(stack)
-    bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
-    scaled = [
-        f"{name} {resolved}"
-        for name, resolved, requested in (("bottom", bottom, composition.bottom), ("top", top, composition.top))
-        if requested is None
-    ]
-    zones_text = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
-    zones_text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
-    return zones_text + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")
-
-
 def write_full_weights(
     plan: Plan, form: ModelForm, result: Writing, *, base_model: str | None = None, device: str = "cpu"
 ) -> None:
     """Write a plan's full weights, unless it is a dry run, and print a summary."""
     from adapterswap.core import COMPOSED, prepare_model
-    from adapterswap.kit.files.folders import check_inputs
-    from adapterswap.kit.files.text import expand
 
     COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=plan.inputs)
     with working("preparing"):
         merged = prepare_model(plan, form, base_model)
     if result.dry_run:
-        check_inputs(expand(result.out_path), merged.plan.inputs)  # now including the base's folder, as in a real run
+        # Again, now that the base's folder is known, as in a real run.
+        COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=merged.plan.inputs)
     else:
         with progress_bar("merging", len(merged.plan.slots)) as advance:
             merged.write(result.out_path, device=device, overwrite=result.overwrite, progress=advance)

@@ -6,12 +6,12 @@ folder's, or if `base` could mean two things.
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
-from adapterswap.cli.options import Count, Expert, NamedExpert, name_and_path
+from adapterswap.cli.options import Count, Dtype, Expert, NamedExpert, name_and_path
 from adapterswap.cli.printing import note
 from adapterswap.cli.signature import Option, Options
 from adapterswap.core import Parameter, find_method, flag_of
@@ -229,14 +229,12 @@ def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | No
 
 def named_experts(options: tuple[str, ...]) -> dict[str, str]:
     """The paths of `--expert NAME=PATH`, by name."""
-    from adapterswap.kit.files.text import expand_text
-
     experts: dict[str, str] = {}
     for option in options:
         name, place = name_and_path(option)
         if name in experts:
             raise click.UsageError(f"--expert {name} was passed twice.")
-        experts[name] = expand_text(place)
+        experts[name] = os.path.expanduser(place)
     return experts
 
 
@@ -321,9 +319,8 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
     from adapterswap.core import BASE, ExpertName
-    from adapterswap.kit.files.text import is_folder
 
-    if BASE in (*tasks, *languages) and is_folder(Path(BASE)) and Processes.is_first():
+    if BASE in (*tasks, *languages) and os.path.isdir(BASE) and Processes.is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}

@@ -9,7 +9,7 @@ from adapterswap.cli.options import Json
 from adapterswap.cli.printing import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
 from adapterswap.core import Method, find_method, flag_of
-from adapterswap.core.methods.registry import BUILT_IN, all_methods
+from adapterswap.core.methods.registry import all_methods
 
 
 @declare("methods")
@@ -49,7 +49,7 @@ def _as_json(method: Method) -> dict[str, Any]:
         "in_rules": method.in_rules,
         "as_composition": method.as_composition,
         "reference": method.reference,
-        "built_in": method.name in BUILT_IN,
+        "built_in": method.is_built_in,
     }
 
 
@@ -58,7 +58,7 @@ def _print(method: Method) -> None:
     echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
     echo(f"in an adapter: {method.in_adapters}", f"reference: {method.reference}")
     for parameter in method.parameters:
-        flag = flag_of(parameter.name) if method.name in BUILT_IN else f"--parameter {parameter.name}="
+        flag = flag_of(parameter.name) if method.is_built_in else f"--parameter {parameter.name}="
         echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
 
 

@@ -22,7 +22,7 @@ from click.core import ParameterSource
 from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.kit.errors import AdapterswapError, ArgumentError
-from adapterswap.kit.processes import Processes, first_to_report
+from adapterswap.kit.processes import Processes
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -42,9 +42,7 @@ class EntryPath(click.ParamType[str]):
         self.kind = kind
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from adapterswap.kit.files.text import expand_text
-
-        return expand_text(value)
+        return os.path.expanduser(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
@@ -63,13 +61,13 @@ class _ExpertPath(EntryPath):
         self.or_recipe = or_recipe
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from adapterswap.core.model.sources import cached_models
+        from adapterswap.core.model.sources import Reference
 
         name, equals, typed = incomplete.rpartition("=")
         completions = _entries(
             typed, lambda path: any((path / m).is_file() for m in _MARKS) or (self.or_recipe and _is_recipe(path))
         )
-        cached = [repo for repo in cached_models() if repo.startswith(typed)]
+        cached = [repo for repo in Reference.cached_models() if repo.startswith(typed)]
         return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
 
 
@@ -277,7 +275,7 @@ def one_voice() -> Iterator[None]:
     try:
         yield
     except (AdapterswapError, click.UsageError):
-        if not first_to_report():
+        if not Processes.first_to_report():
             time.sleep(_GRACE)
         raise
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from adapterswap.core.model.sources import HubFailure
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError, reason_of
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 
 def check_repository(repo: str) -> None:
@@ -48,7 +49,7 @@ def publish(
     from huggingface_hub import HfApi
 
     check_repository(repo)
-    if not is_folder(path := expand(folder)):
+    if not os.path.isdir(path := expand(folder)):
         raise NotFoundError(f"{folder} is not a folder", "Pass the folder to upload", parameter="folder")
     message = commit_message or "Upload a folder written by adapterswap"
     try:

@@ -112,25 +112,24 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
     from dataclasses import asdict
 
     from adapterswap.experiments.recipes import check_recipe
-    from adapterswap.kit.errors import AdapterswapError, Problem
+    from adapterswap.kit.errors import AdapterswapError
     from adapterswap.kit.files.yaml import find_recipe
 
     checked: list[dict[str, Any]] = []
-    mistakes: list[Problem] = []
+    errors: list[AdapterswapError] = []
     for file in files:
-        kind, found = None, tuple[Problem, ...]()
+        kind, problems = None, list[dict[str, Any]]()
         try:
             kind = check_recipe(find_recipe(file))
         except AdapterswapError as error:
-            found = error.problems
-        problems = [asdict(problem) | {"kind": problem.kind.__name__} for problem in found]
+            problems = [asdict(problem) | {"kind": problem.kind.__name__} for problem in error.problems]
+            errors.append(error)
         checked.append({"path": file, "kind": kind, "problems": problems})
-        mistakes += found
     if as_json:
         print_json(checked)
     else:
         for recipe in checked:
             echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
-        print_errors(mistakes)
-    if mistakes:
+        print_errors([problem for error in errors for problem in error.problems])
+    if errors:
         sys.exit(1)

@@ -99,7 +99,6 @@ def serve_command(
         return
     import os
 
-    from adapterswap.core.planning.base import with_chains
     from adapterswap.engines.serving import NamedComposer
     from adapterswap.engines.serving.vllm import Launch
     from adapterswap.kit.errors import ExpertError, Problems
@@ -111,9 +110,7 @@ def serve_command(
             experts[name] = composer.open(name)
     problems.raise_if_any()
     launch = Launch.plan(composer, experts, experts_path, engine_args)
-    chained = Problems()
-    _, unchecked = with_chains(experts, manifest.chains, chained, recorded=False)
-    chained.raise_if_any()  # a chain must not fail at its first request
+    unchecked = composer.check_chains(experts)
     _show(
         launch, composer, experts, unchecked, _of_vllm(launch, composer, experts), started=not dry_run, as_json=as_json
     )

@@ -22,15 +22,14 @@ from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.errors import (
     AdapterswapError,
     CompositionError,
-    FieldError,
     NotFoundError,
     Problems,
     did_you_mean,
 )
 from adapterswap.kit.files.folders import OutputKind
-from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.models import read_recipe
 from adapterswap.kit.files.plain import Plain
-from adapterswap.kit.files.yaml import MARKS, Layer, dump_yaml, read_content, shipped_recipes, with_names
+from adapterswap.kit.files.yaml import RecipeFile, dump_yaml, shipped_recipes
 
 _DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
@@ -42,7 +41,7 @@ class RecipeKind:
 
     Attributes:
         model: what checks it.
-        paths: its keys that may be local paths, as in `read_content`.
+        paths: its keys that may be local paths, as in `RecipeFile.read`.
         check: raises the other errors that the command would raise before it reads a model.
     """
 
@@ -90,45 +89,33 @@ def list_recipes() -> list[ShippedRecipe]:
 
 def check_recipe(path: Path) -> str:
     """Check the recipe at `path` and return its kind: train, compose or sweep."""
-    layers = Layer.of_recipe(path)
-    keys = {key for layer in layers for key in layer.content}
-    kinds = [name for name, mark in MARKS.items() if mark in keys]
-    if len(kinds) != 1:
-        marks = ", ".join(f"`{mark}` ({name})" for name, mark in MARKS.items())
-        remedies = (did_you_mean(key, MARKS.values(), "") for key in sorted(keys) if not kinds)
-        fragment = "Pass a whole recipe; to check a fragment, check a recipe that extends it"
-        raise FieldError(
-            f"{path} must have exactly one of these keys, but has {'several' if kinds else 'none'}: {marks}",
-            next(filter(None, remedies), fragment),
-            parameter="path",
-        )
-    kind = _KINDS[kinds[0]]
-    content, layers = read_content(path, paths=kind.paths)
-    recipe = validate(content, kind.model, where=str(path), layers=layers)
+    name = RecipeFile.read(path).kind
+    kind = _KINDS[name]
+    recipe = read_recipe(path, kind.model, paths=kind.paths)
     try:
         kind.check(recipe)
     except AdapterswapError as error:
         raise error.within(str(path)) from None
-    return kinds[0]
+    return name
 
 
 def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
     """The recipe at `path` with what it extends: as data, and as YAML with a comment that names each line's file."""
-    content, layers = read_content(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
+    recipe = RecipeFile.read(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
     names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
-    return content, dump_yaml(_commented(content, (), layers, names))
+    return recipe.content, dump_yaml(_commented(recipe.content, (), recipe, names))
 
 
 def _commented(
-    content: dict[str, Any], location: tuple[str, ...], layers: Sequence[Layer], names: dict[Path | None, str]
+    content: dict[str, Any], location: tuple[str, ...], recipe: RecipeFile, names: dict[Path | None, str]
 ) -> CommentedMap:
     """`content` with a comment after each key that names the file that set it."""
     mapping = CommentedMap(content)
     for key, value in content.items():
         here = (*location, key)
-        written = {Layer.that_sets(layers, place) for place in _leaves(value, here)}
+        written = {recipe.source_of(place) for place in _leaves(value, here)}
         if isinstance(value, dict) and len(written) > 1:
-            mapping[key] = _commented(value, here, layers, names)
+            mapping[key] = _commented(value, here, recipe, names)
         else:
             (source,) = written
             mapping.yaml_add_eol_comment(names.get(source, str(source)), key, column=_COMMENTS_AT)
@@ -157,7 +144,7 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
             )
     problems.raise_if_any()
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
-    files = {layer.path for name in names for layer in Layer.of_recipe(shipped[name])}
+    files = {file for name in names for file in RecipeFile.read(shipped[name]).files}
     return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
 
 
@@ -193,4 +180,5 @@ def copy_recipes(
 
 def _with_relative_names(file: Path, places: dict[Path, str]) -> str:
     """The text of a shipped recipe, comments included, with relative paths in its `extends`."""
-    return with_names(file, lambda fragment: os.path.relpath(places[fragment], Path(places[file]).parent))
+    recipe = RecipeFile.read(file)
+    return recipe.with_names(lambda fragment: os.path.relpath(places[fragment], Path(places[file]).parent))

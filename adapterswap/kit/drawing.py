@@ -76,6 +76,74 @@ class Style:
             })  # fmt: skip
             yield
 
+    @staticmethod
+    def looks(number: int) -> list[Look]:
+        """Looks for `number` series.
+
+        Colours repeat after 8, markers after 9, lines after 4; all three only after 72.
+        """
+        return [
+            Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)])
+            for i in range(number)
+        ]
+
+    @staticmethod
+    def inches(value: str | float) -> float:
+        """The inches of a width: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points), `236bp`, or a number of inches."""
+        remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
+        number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
+        unit = (number_and_unit[2] or "in") if number_and_unit else ""
+        if number_and_unit is None or unit not in _INCHES:
+            raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
+        inches = float(number_and_unit[1]) * _INCHES[unit]
+        if not _NARROWEST <= inches <= _WIDEST:
+            raise ArgumentError(
+                f"A width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
+                remedy,
+                parameter="column_width",
+            )
+        return inches
+
+    @staticmethod
+    def figure(width: float, height: float) -> Figure:
+        from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+        return Figure(figsize=(width, height), layout="constrained")
+
+    @staticmethod
+    def grid(axes: Any, along: str) -> None:
+        """Draw a light grid behind the data, along x, y or both."""
+        axes.grid(axis=along, linewidth=0.4, color="#e3e3e3")
+        axes.set_axisbelow(True)
+
+    def hatch_cell(self, axes: Any, x: float, y: float, **more: Any) -> None:
+        """Hatch the cell around (x, y) of a heat map, as it has no number: a score of 0 would look different."""
+        from matplotlib.patches import Rectangle
+
+        look = {"facecolor": "white", "edgecolor": self.grey, "hatch": self.hatch, **more}
+        axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, linewidth=0, **look))
+
+    def save(self, figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
+        """Write `name` in each format; returns the files' names."""
+        names = [f"{name}.{suffix}" for suffix in formats]
+        for path in names:
+            (folder / path).write_bytes(self.as_bytes(figure, path.rpartition(".")[2]))
+        return names
+
+    def as_bytes(self, figure: Figure, suffix: str) -> bytes:
+        """A figure as a file's bytes, without a date or matplotlib's version: the same figure gives the same bytes."""
+        import io
+
+        metadata: dict[str, dict[str, Any]] = {
+            "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+            "svg": {"Date": None, "Creator": None},
+            "png": {"Software": None},
+        }
+        buffer = io.BytesIO()
+        with self.applied():
+            figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata[suffix])
+        return buffer.getvalue()
+
 
 STYLE = Style()
 
@@ -92,74 +160,6 @@ class Look(NamedTuple):
 _COLOURS = ("#0b4f8a", "#d55e00", "#1a1a1a", "#56b4e9", "#7a3b69", "#009e73", "#e69f00", "#cc79a7")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1, 1.5)))
-
-
-def looks(number: int) -> list[Look]:
-    """Looks for `number` series. Colours repeat after 8, markers after 9, lines after 4; all three only after 72."""
-    return [
-        Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]) for i in range(number)
-    ]
-
-
-def column_width(value: str | float) -> float:
-    """A width in inches: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points) or `236bp`; a number is in inches."""
-    remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
-    number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
-    unit = (number_and_unit[2] or "in") if number_and_unit else ""
-    if number_and_unit is None or unit not in _INCHES:
-        raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
-    inches = float(number_and_unit[1]) * _INCHES[unit]
-    if not _NARROWEST <= inches <= _WIDEST:
-        raise ArgumentError(
-            f"A width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
-            remedy,
-            parameter="column_width",
-        )
-    return inches
-
-
-def new_figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save(figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
-    """Write `name` in each format; returns the files' names."""
-    names = [f"{name}.{suffix}" for suffix in formats]
-    for path in names:
-        (folder / path).write_bytes(as_bytes(figure, path.rpartition(".")[2]))
-    return names
-
-
-def as_bytes(figure: Figure, suffix: str) -> bytes:
-    """A figure as a file's bytes, without a date or matplotlib's version: the same figure gives the same bytes."""
-    import io
-
-    metadata: dict[str, dict[str, Any]] = {
-        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
-        "svg": {"Date": None, "Creator": None},
-        "png": {"Software": None},
-    }
-    buffer = io.BytesIO()
-    with STYLE.applied():
-        figure.savefig(buffer, format=suffix, dpi=_DPI, metadata=metadata[suffix])
-    return buffer.getvalue()
-
-
-def tidy(axes: Any, *, grid: str | None = None) -> None:
-    """Draw a light grid behind the data, along `grid` (x, y or both)."""
-    if grid is not None:
-        axes.grid(axis=grid, linewidth=0.4, color="#e3e3e3")
-        axes.set_axisbelow(True)
-
-
-def hatch(axes: Any, x: float, y: float, colour: str = STYLE.grey, **more: Any) -> None:
-    """Hatch the cell around (x, y) of a heat map, as it has no number: a score of 0 would look different."""
-    from matplotlib.patches import Rectangle
-
-    look: dict[str, Any] = {"facecolor": "white", "edgecolor": colour, "hatch": STYLE.hatch, "linewidth": 0, **more}
-    axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, **look))
 
 
 def legend_shape(names: Sequence[str], width: float, *, cut: int, inches: float, room: float) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,6 +110,19 @@ class AdapterswapError(Exception):
         changes = {**({"kind": kind} if kind else {}), **({"parameter": parameter} if parameter else {})}
         problems = [replace(problem, **changes) for problem in self.found]  # type: ignore[arg-type]
         return (kind or type(self))(problems, omitted=self.omitted)
+
+    def with_names(self, names: Mapping[str, str]) -> AdapterswapError:
+        """The same error, with each text that `names` has, such as a path, replaced by its name; longer ones first."""
+
+        def named(text: str) -> str:
+            for path in sorted(names, key=len, reverse=True):
+                text = text.replace(path, names[path])
+            return text
+
+        problems = [
+            replace(problem, message=named(problem.message), remedy=named(problem.remedy)) for problem in self.found
+        ]
+        return type(self)(problems, omitted=self.omitted)
 
     def within(self, where: str) -> AdapterswapError:
         """The same error, with `where` (a file or a cell of a table) before each message."""

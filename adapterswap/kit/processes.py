@@ -129,6 +129,23 @@ class Processes:
         return os.environ.get("RANK", "0") == "0"
 
     @staticmethod
+    def first_to_report() -> bool:
+        """Whether this process is the first with an error, and so the one that prints it.
+
+        An error before the processes have joined is the same in all of them; the first of each machine prints it.
+        """
+        if Processes.started() == 1:
+            return True
+        import torch
+
+        if not torch.distributed.is_initialized():
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+        try:
+            return bool(_store().add("adapterswap/reported", 1) == 1)
+        except RuntimeError:  # the store ends with its process, which may have printed the error
+            return False
+
+    @staticmethod
     @contextmanager
     def joined(device: str) -> Iterator[Processes]:
         """Join the other processes of the run, if there are any; the group remains until `leave`.
@@ -170,23 +187,6 @@ def _is_of_a_peer(error: RuntimeError) -> bool:
     import torch
 
     return isinstance(error, torch.distributed.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
-
-
-def first_to_report() -> bool:
-    """Whether this process is the first with an error, and so the one that prints it.
-
-    An error before the processes have joined is the same in all of them; the first process of each machine prints it.
-    """
-    if Processes.started() == 1:
-        return True
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
-        return bool(_store().add("adapterswap/reported", 1) == 1)
-    except RuntimeError:  # the store ends with its process, which may have printed the error
-        return False
 
 
 def _store() -> Any:

@@ -10,10 +10,11 @@ the same, so A and B change places, transposed for each expert.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +48,7 @@ from adapterswap.kit.errors import (
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
-from adapterswap.kit.files.text import exists, expand, read_json, shown, write_json
+from adapterswap.kit.files.text import expand, read_json, shown, write_json
 from adapterswap.tools.comparing import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
 
@@ -199,12 +200,7 @@ def convert(
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
             written.
     """
-    if names not in (None, "transformers4", "transformers5"):
-        raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
-    if dtype is not None and dtype not in Dtype.NAMES:
-        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(Dtype.NAMES)}", parameter="dtype")
-    if saved_rank is not None and (type(saved_rank) is not int or saved_rank < 1):
-        raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
+    _check_arguments(names, dtype, saved_rank)
     stored = Dtype.NAMES[dtype] if dtype else None
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
     base_model = None if base_model is None else str(base_model)
@@ -212,90 +208,143 @@ def convert(
     source = Source.find(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
-        kind = _kind(folder)
-        older = _is_older(folder)
-        if older:
-            current = place / "current"
-            current.mkdir()
-            config = read_json(folder / CONFIG)
-            base_name = config.get("base_model_name_or_path")
-            _write_current(folder, current, open_checkpoint(_base_of(base_name, config.get("revision"), base_model)))
-            folder = current
-        if kind == "LORA":
-            try:
-                opened, approximated = Adapter.read(replace(source, folder=folder)), {}
-            except AdapterswapError as error:
-                raise error.recast(parameter="adapter") from None
-        else:
-            if rank is None and max_error is None:
-                raise ArgumentError(
-                    f"{adapter} is {kind}, which LoRA can only approximate",
-                    "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
-                    parameter="rank",
-                )
-            cut = place / "cut"
-            cut.mkdir()
-            folder = _under_current_names(replace(source, folder=folder), place / "named", base_model)
-            approximated = _cut(folder, cut, form, base_model, progress)
-            opened = Adapter.read(replace(source, folder=cut))
-            form = replace(form, max_rank=None, max_error=None)
-        if saved_rank is not None and opened.tokens:
-            raise UnsupportedError(
-                f"{next(iter(opened.tokens))} has trained tokens ({_TOKENS}), which stay as they are",
-                "Leave out `saved_rank`, or merge the adapter into its base with `merge`",
-                parameter="saved_rank",
-            )
-        lowers = saved_rank is not None and bool(opened.saved)
-        if saved_rank is not None and lowers:
-            lowered = place / "lowered"
-            lowered.mkdir()
-            base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
-            approximated |= write_lowered(
-                opened, base, lowered, rank=min(saved_rank, rank or saved_rank), error=max_error, dtype=stored
-            )
-            opened = Adapter.read(replace(source, folder=lowered))
-        opened = replace(
-            opened, source=source, base_fingerprints=Records(source.folder).base(),
-            kept_layers=Records(source.folder).kept_layers((part.name, part.layer) for part in opened.parts.values()),
-        )  # fmt: skip
-        expert = ExpertName.choose(adapter, {}, "expert")
-        prepared = prepare(_plan_of(opened, expert, base_model), form)
-        target = place / "written"
+        lora = _as_lora(replace(source, folder=folder), str(adapter), place, form, base_model, progress)
+        if saved_rank is not None:
+            lora = _lowered(lora, place, form, base_model, saved_rank)
+        parts = lora.adapter.parts.values()
+        kept = Records(source.folder).kept_layers((part.name, part.layer) for part in parts)
+        opened = replace(lora.adapter, source=source, base_fingerprints=source.recorded_base, kept_layers=kept)
+        plan = _plan_of(opened, ExpertName.choose(adapter, {}, "expert"), base_model)
+        prepared = prepare(plan, form if lora.kind == "LORA" else replace(form, max_rank=None, max_error=None))
         original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
 
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
-            if kind == "LORA" and not (pickled or lowers or older):
-                return record
-            sha256 = {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)}
-            total = Conversion(target, kind, pickled, tuple(approximated.values()))
-            return record.converted(
-                original,
-                peft_type=kind,
-                pickled=pickled,
-                rank=rank,
-                max_error=max_error,
-                sha256=sha256,
-                modules={
-                    module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
-                    for module in approximated.values()
-                },
-                **({"relative_error": total.relative_error} if approximated else {}),
-                **({"saved_rank": saved_rank} if lowers else {}),
-            )
+            return _amended(record, written, lora, original, form) if pickled or lora.is_made else record
 
         trial = dry_run or max_error is not None  # errors are known only after the files are written
-        written = prepared.write(target if trial else out_path, overwrite=overwrite and not trial, amend=amend)
-        modules = _measured(opened, open_adapter(written), prepared.plan.slots, approximated)
-        conversion_result = Conversion(expand(out_path), kind, pickled, modules)
-        _check_errors(conversion_result, max_error)
+        target = place / "written" if trial else out_path
+        written = prepared.write(target, overwrite=overwrite and not trial, amend=amend)
+        modules = _measured(opened, open_adapter(written), prepared.plan.slots, lora.approximated)
+        conversion = Conversion(expand(out_path), lora.kind, pickled, modules)
+        _check_errors(conversion, max_error)
         if trial and not dry_run:
             prepared.write(out_path, overwrite=overwrite, amend=amend)
-    return conversion_result
+    return conversion
+
+
+def _check_arguments(names: str | None, dtype: str | None, saved_rank: int | None) -> None:
+    if names not in (None, "transformers4", "transformers5"):
+        raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
+    if dtype is not None and dtype not in Dtype.NAMES:
+        raise ArgumentError(f"`dtype` is {dtype!r}", f"Choose from {', '.join(Dtype.NAMES)}", parameter="dtype")
+    if saved_rank is not None and (type(saved_rank) is not int or saved_rank < 1):
+        raise ArgumentError(f"`saved_rank` is {saved_rank!r}", "Pass a whole number above 0", parameter="saved_rank")
+
+
+@dataclass(frozen=True)
+class _Lora:
+    """An adapter as plain LoRA, before it is written again.
+
+    Attributes:
+        adapter: the LoRA.
+        kind: what it was; see `Conversion`.
+        is_made: whether its factors are not those of the adapter's own files.
+        approximated: the modules whose ΔW was cut to a rank.
+        saved_rank: the rank of the modules that were trained in full, if they were cut too.
+    """
+
+    adapter: Adapter
+    kind: str
+    is_made: bool
+    approximated: dict[str, ConvertedModule] = field(default_factory=dict)
+    saved_rank: int | None = None
+
+
+def _as_lora(
+    source: Source,
+    reference: str,
+    place: Path,
+    form: Form,
+    base_model: str | None,
+    progress: Callable[[int, int], None],
+) -> _Lora:
+    """The adapter as LoRA: as it is, in today's layout, or cut to the rank and error of `form` for another kind.
+
+    Args:
+        source: the adapter's folder, with safetensors.
+        reference: the adapter, for messages.
+        place: an empty temporary folder.
+    """
+    kind, is_older = _kind(source.folder), _is_older(source.folder)
+    if is_older:
+        current = _made(place / "current")
+        _write_current(source.folder, current, open_checkpoint(_recorded_base(source.folder, base_model)))
+        source = replace(source, folder=current)
+    if kind == "LORA":
+        try:
+            return _Lora(Adapter.read(source), kind, is_made=is_older)
+        except AdapterswapError as error:
+            raise error.recast(parameter="adapter") from None
+    if form.max_rank is None and form.max_error is None:
+        raise ArgumentError(
+            f"{reference} is {kind}, which LoRA can only approximate",
+            "Pass `rank=16`, or `max_error=0.1` for the smallest rank with that error",
+            parameter="rank",
+        )
+    cut = _made(place / "cut")
+    approximated = _cut(_under_current_names(source, place / "named", base_model), cut, form, base_model, progress)
+    return _Lora(Adapter.read(replace(source, folder=cut)), kind, is_made=True, approximated=approximated)
+
+
+def _lowered(lora: _Lora, place: Path, form: Form, base_model: str | None, saved_rank: int) -> _Lora:
+    """The adapter with LoRA of at most `saved_rank` in place of modules trained in full; itself if it has none."""
+    opened = lora.adapter
+    if opened.tokens:
+        raise UnsupportedError(
+            f"{next(iter(opened.tokens))} has trained tokens ({_TOKENS}), which stay as they are",
+            "Leave out `saved_rank`, or merge the adapter into its base with `merge`",
+            parameter="saved_rank",
+        )
+    if not opened.saved:
+        return lora
+    lowered = _made(place / "lowered")
+    base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
+    rank = min(saved_rank, form.max_rank or saved_rank)
+    approximated = write_lowered(opened, base, lowered, rank=rank, error=form.max_error, dtype=form.dtype)
+    adapter = Adapter.read(replace(opened.source, folder=lowered))
+    return _Lora(adapter, lora.kind, True, lora.approximated | approximated, saved_rank)
+
+
+def _amended(
+    record: CompositionRecord, written: Path, lora: _Lora, original: Mapping[str, str], form: Form
+) -> CompositionRecord:
+    """The record of what was written, with the conversion and the hashes of the adapter's own files."""
+    fields: dict[str, Any] = {
+        "peft_type": lora.kind,
+        "pickled": PICKLED in original,
+        "rank": form.max_rank,
+        "max_error": form.max_error,
+        "sha256": {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)},
+        "modules": {
+            module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
+            for module in lora.approximated.values()
+        },
+    }
+    if lora.approximated:
+        fields["relative_error"] = Conversion(written, lora.kind, False, (*lora.approximated.values(),)).relative_error
+    if lora.saved_rank is not None:
+        fields["saved_rank"] = lora.saved_rank
+    return record.converted(original, **fields)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
 
 
 def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Path, bool]:
     """A folder with the adapter's config and safetensors, and whether they were a pickle."""
-    if exists(source.folder / WEIGHTS) or not exists(source.folder / PICKLED):
+    if os.path.exists(source.folder / WEIGHTS) or not os.path.exists(source.folder / PICKLED):
         return source.folder, False
     if not allow_pickle:
         raise UnsupportedError(
@@ -303,8 +352,7 @@ def _safetensors(source: Source, place: Path, *, allow_pickle: bool) -> tuple[Pa
             "Pass `allow_pickle=True` to read its tensors with torch's restricted unpickler, which runs none",
             parameter="allow_pickle",
         )
-    folder = place / "safetensors"
-    folder.mkdir()
+    folder = _made(place / "safetensors")
     _as_safetensors(source.folder / PICKLED, folder)
     shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
     return folder, True
@@ -384,9 +432,7 @@ def _cut(
     """Write an rsLoRA into `out` that approximates the adapter of another kind in `folder`; return its modules."""
     from safetensors.numpy import save_file
 
-    config = read_json(folder / CONFIG)
-    base_name = config.get("base_model_name_or_path")
-    reference = _base_of(base_name, config.get("revision"), base_model)
+    config, reference = read_json(folder / CONFIG), _recorded_base(folder, base_model)
     base = Checkpoint.find(reference)
     loaded = load_with_base(folder, base.folder, reference)
     tensors: dict[str, Any] = {}
@@ -409,11 +455,17 @@ def _cut(
         tensors[ModuleKeys(module).parameter(parameter, wrapped=module in modules)] = tensor.float().numpy()
     save_file(tensors, out / WEIGHTS)
     content = adapter_config(
-        shapes, rslora=True, base_model=base_name or reference, revision=config.get("revision"),
-        task_type=config.get("task_type"), fan_in_fan_out=bool(config.get("fan_in_fan_out")), tied=False,
-        saved=config.get("modules_to_save") or (), auto_mapping=config.get("auto_mapping"),
+        shapes,
+        rslora=True,
+        base_model=config.get("base_model_name_or_path") or reference,
+        revision=config.get("revision"),
+        task_type=config.get("task_type"),
+        fan_in_fan_out=bool(config.get("fan_in_fan_out")),
+        tied=False,
+        saved=config.get("modules_to_save") or (),
+        auto_mapping=config.get("auto_mapping"),
         variant={"bias": "all"} if config.get("bias", "none") != "none" else None,
-    )  # fmt: skip
+    )
     write_json(out / CONFIG, content)
     return modules
 
@@ -421,6 +473,12 @@ def _cut(
 def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
     return Reference.to_base(base_model or (Reference(base_name).at(revision) if isinstance(base_name, str) else None))
+
+
+def _recorded_base(folder: Path, base_model: str | None) -> str:
+    """The base that the caller passed, or else the one that the config of the adapter in `folder` names."""
+    config = read_json(folder / CONFIG)
+    return _base_of(config.get("base_model_name_or_path"), config.get("revision"), base_model)
 
 
 def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:

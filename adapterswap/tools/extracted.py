@@ -1,4 +1,4 @@
-"""The result of a verification, and the check of an extracted adapter against its record.
+"""Check an extracted adapter against its record.
 
 The last digits of a singular value decomposition depend on the machine, so nothing is cut again. The files are compared
 by their SHA-256. If the fine-tune and its base are available, so are their files, and every module's ‖ΔW‖ and error are
@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
@@ -23,95 +22,16 @@ from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Referenc
 from adapterswap.core.writing.outputs import torch_threads
 from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, Problems
-from adapterswap.kit.files.folders import CARD, OutputKind, files_in
+from adapterswap.kit.files.folders import CARD, OutputKind
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.cutting import measure
 from adapterswap.tools.pairing import Selection, WeightMatrix, pair
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The differences between an adapter or a model and the result recomputed from its sources.
-
-    Attributes:
-        changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
-            differs, or `weights`.
-        differing: tensors that differ from the recomputed ones, are missing, or should not be there. Of an extracted
-            adapter: its file, if it is not the one that was written, and modules whose ‖ΔW‖ or error differs from the
-            record.
-        config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
-        config: the config's file name.
-        made: how it was made. What was composed is composed again; of what was cut out of a full fine-tune, the error
-            of each module's ΔW is computed if the sources are known; nothing is converted or trained again.
-        record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
-        unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
-            or `base`.
-        notes: what else was found and makes no difference to the result: files beside it, an edited model card, and a
-            revision that could not be compared because a folder was passed.
-    """
-
-    changed_sources: Mapping[str, str] = field(default_factory=dict)
-    differing: tuple[str, ...] = ()
-    config_differs: bool = False
-    config: str = CONFIG
-    made: Literal["composed", "cut", "converted", "trained"] = "composed"
-    unchecked: tuple[str, ...] = ()
-    record_differs: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def equal(self) -> bool:
-        return not (self.changed_sources or self.differing or self.config_differs or self.record_differs)
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain data: what `adapterswap verify --json` prints."""
-        return {
-            "equal": self.equal,
-            "changed_sources": dict(self.changed_sources),
-            "differing": list(self.differing),
-            "config_differs": self.config_differs,
-            "record_differs": list(self.record_differs),
-            "unchecked": list(self.unchecked),
-            "notes": list(self.notes),
-        }
-
-
-# A source may have moved: of its identity only the hashes are compared, each in its own way.
-_WHERE = {"source", "revision", "sha256", "entered"}
-
-
-def contradicting(*sources: SourceRecord | None) -> bool:
-    """Whether a source contradicts itself: an id on the Hub has a revision, and a folder has none."""
-    return any(source is not None and ("/" in source.source) != (source.revision is not None) for source in sources)
-
-
-def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note about files in a result's folder that its record does not list, if there are any."""
-    found = [path.relative_to(folder).as_posix() for path in files_in(folder)]
-    listed = content.get(OutputKind.LIST, found)
-    added = sorted(name for name in found if name not in listed and not name.startswith("."))
-    return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
-
-
-def marked(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """A source's keys with what can be compared of their values. No key may be missing."""
-    return {key: None if key in _WHERE else value for key, value in entry.items() if key != "fingerprints"}
-
+from adapterswap.tools.recorded import Verification, added_files, contradicting, marked, reprinted
 
 _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the recorded one: float32 products round
-
-
-def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
-    """The fingerprints that a record should have: `prints`, but the card's as recorded, if it is.
-
-    A card may be edited, and quotes those of the sources, which may have been edited since.
-    """
-    recorded = content.get(OutputKind.PRINTS)
-    card = {CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else {}
-    return {name: one for name, one in prints.items() if name != CARD} | card
 
 
 _KEYS = {*ExtractionRecord.model_fields, OutputKind.LIST, OutputKind.PRINTS}
@@ -137,7 +57,7 @@ def verify_extracted(
     opened = _open(record, source_paths, base_model)
     unfounded = list(_sources_differ(opened, content))
     differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
-    present = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
+    present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in sorted(record.sha256.keys() - {WEIGHTS, CONFIG}):
         differing += [] if name in present and sha256_of(present[name]) == record.sha256[name] else [name]
     with hashed(list(opened.values())) as hashes:

@@ -8,6 +8,7 @@ few copies of the largest weight.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ from adapterswap.core.writing.layout import Shape, adapter_config, check_base_na
 from adapterswap.core.writing.outputs import Spool, torch_threads
 from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, ExpertError
-from adapterswap.kit.files.folders import CARD, files_in
+from adapterswap.kit.files.folders import CARD
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
-from adapterswap.kit.files.text import expand_text, write_json
+from adapterswap.kit.files.text import write_json
 from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.extracted import hashed
 from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
@@ -184,7 +185,7 @@ def _write_folder(
     write_json(folder / CONFIG, config)
     companions = companions_of(pair)
     companions.write(folder)
-    beside = sorted(path.relative_to(folder).as_posix() for path in files_in(folder))
+    beside = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     base = Reference(pair.base.source.name if pair.base.source.revision else base_model).public_name
     layers = request["layers"]
     record = ExtractionRecord.of(
@@ -332,7 +333,7 @@ def extract(
         spool = Spool(folder)
         extraction = _carry_out(matched, form, progress, lambda cut: cut.keep(spool))
         request = _request(matched, form, selection, hashes(), config_from)
-        _write_folder(folder, matched, extraction, spool, request, expand_text(str(base_model)))
+        _write_folder(folder, matched, extraction, spool, request, os.path.expanduser(str(base_model)))
     return extraction
 
 

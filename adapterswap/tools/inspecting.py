@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import prod
@@ -16,7 +17,6 @@ from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
 from adapterswap.kit.files.tensorfile import Tensor
-from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
     from adapterswap.core.writing.records import CompositionRecord
@@ -223,7 +223,7 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _trained_from(folder: Path) -> str | None:
-    if exists(folder / PROVENANCE) or "start" not in Records(folder).training():
+    if os.path.exists(folder / PROVENANCE) or "start" not in Records(folder).training():
         return None
     from adapterswap.core.writing.records import origin_of
 
@@ -231,12 +231,11 @@ def _trained_from(folder: Path) -> str | None:
 
 
 def _record(folder: Path) -> CompositionRecord | None:
-    if not exists(folder / PROVENANCE):  # the next line costs the import of pydantic
+    if not os.path.exists(folder / PROVENANCE):  # the next line costs the import of pydantic
         return None
-    from adapterswap.core.writing.records import CompositionRecord, read_record
+    from adapterswap.core.writing.records import CompositionRecord
 
-    record = read_record(folder)
-    return record if isinstance(record, CompositionRecord) else None
+    return CompositionRecord.read(folder)
 
 
 def _parameters(part: Part) -> int:

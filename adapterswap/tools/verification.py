@@ -6,7 +6,7 @@ a temporary folder and compares byte for byte; `extracted` checks extracted adap
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,10 +45,16 @@ from adapterswap.kit.files.folders import CARD, OutputKind, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.tensorfile import TensorFile, open_files
-from adapterswap.kit.files.text import exists, expand, is_folder, read_json
+from adapterswap.kit.files.text import read_json
 from adapterswap.tools.attributing import Attribution, attribute, check_precision
 from adapterswap.tools.comparing import equal_bytes
-from adapterswap.tools.extracted import Verification, added_files, contradicting, marked, reprinted, verify_extracted
+from adapterswap.tools.extracted import verify_extracted
+from adapterswap.tools.recorded import (
+    Verification,
+    added_files,
+    compare_records,
+    reprinted,
+)
 
 _METADATA = "the GGUF metadata"
 _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
@@ -81,7 +87,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         rewritten = GgufAdapter.open(again)
         ours = {file.piece: file for file in opened.files}
         theirs = {file.piece: file for file in rewritten.files}
-        if not is_folder(opened.source):
+        if not os.path.isdir(opened.source):
             theirs = {piece: file for piece, file in theirs.items() if piece in ours}
         differing, fields = [], False
         for piece in sorted({**theirs, **ours}, key=str):
@@ -93,7 +99,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
                 tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
             differing += tensors
             fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
-        found = _of_sources(content, record, rewritten.content or {}, sources, base_model)
+        found = compare_records(content, record, rewritten.content or {}, sources, base_model)
         records = {file.fields.get("adapterswap.record") for file in opened.files}
         return replace(
             found, differing=tuple(differing), config_differs=fields, config=_METADATA,
@@ -124,8 +130,6 @@ Expert = Adapter | Checkpoint
 _REMEDY = "Pass a folder that `adapterswap compose`, `adapterswap merge` or `adapterswap extract` wrote"
 
 _CONVERSION = {"peft_type", "pickled", "rank", "max_error", "sha256", "modules"}  # always recorded
-_ABSENT = object()
-_RELATIVE_OF_NUMBERS = 1e-5  # how far a recorded number may be from the recomputed one
 
 
 def verify(
@@ -173,12 +177,13 @@ def verify(
     if GgufFile.is_gguf(path):
         return _verify_gguf(path, experts or {}, base_model)
     folder = Source.find(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
-    if not exists(folder / WEIGHTS):
+    if not os.path.exists(folder / WEIGHTS):
         folder = Checkpoint.find(path, what="model", parameter="path").folder
-    trained = {} if exists(folder / PROVENANCE) or not exists(folder / TRAINING_RECORD) else Records(folder).training()
+    is_trained = os.path.exists(folder / TRAINING_RECORD) and not os.path.exists(folder / PROVENANCE)
+    trained = Records(folder).training() if is_trained else {}
     if "start" in trained:
         return _verify_trained(folder, trained, experts or {})
-    if not exists(folder / PROVENANCE) and (base_model is not None or experts):
+    if not os.path.exists(folder / PROVENANCE) and (base_model is not None or experts):
         return attribute(folder, experts or {}, base_model, rules)
     content = _content(folder)
     if rules is not None:
@@ -188,7 +193,18 @@ def verify(
         return verify_extracted(folder, content, record, experts or {}, base_model)
     if record.conversion is not None:
         return _verify_converted(folder, content, record, experts or {}, base_model)
-    opened = _find_sources(record, experts or {})
+    return _verify_composed(folder, content, record, experts or {}, base_model)
+
+
+def _verify_composed(
+    folder: Path,
+    content: dict[str, Any],
+    record: CompositionRecord,
+    source_paths: Mapping[str, str | Path],
+    base_model: str | None,
+) -> Verification:
+    """Write an adapter or full weights again, and compare them with those in the folder."""
+    opened = _find_sources(record, source_paths)
     is_model = record.kind == "model"
     if is_model:
         base_model = _base(record, base_model)
@@ -203,7 +219,7 @@ def verify(
                 _write_adapter(record, composition, opened, again)
         except AdapterswapError as error:
             adapters = {name: source for name, source in record.experts.items() if WEIGHTS in source.sha256}
-            changed, _ = _changed_files(adapters, experts or {}, WEIGHTS)
+            changed, _ = _changed_files(adapters, source_paths, WEIGHTS)
             if not changed:
                 raise
             reason = error.problems[0].message
@@ -247,7 +263,7 @@ def _changed_files(
     for name, source in sources.items():
         if (reference := source_paths.get(name) or source.reference) is not None:
             located[name] = found = Source.find(reference, ADAPTER_FILES, what="adapter", parameter="experts")
-            present = [file for file in (weights, CONFIG) if exists(found.folder / file)]
+            present = [file for file in (weights, CONFIG) if os.path.exists(found.folder / file)]
             hashes = {file: sha256_of(found.folder / file) for file in present}
             if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
                 changed[name] = differing_files[0]
@@ -282,7 +298,7 @@ def _verify_converted(
     experts = {name: SourceRecord.of_adapter(adapter, "") for name, adapter in opened.items()}
     recomputed = CompositionRecord.of(plan, experts, record.base, output=record.output, measured={}).content()
     measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
-    listed = [name for name in content.get(OutputKind.LIST, ()) if exists(folder / str(name))]
+    listed = [name for name in content.get(OutputKind.LIST, ()) if os.path.exists(folder / str(name))]
     recomputed |= measured | {OutputKind.LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
     differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
     recomputed[OutputKind.PRINTS] = (
@@ -290,7 +306,7 @@ def _verify_converted(
     )
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
-    result = _of_sources(content, record, recomputed, opened, base_model)
+    result = compare_records(content, record, recomputed, opened, base_model)
     incomplete = _CONVERSION - content["conversion"].keys()
     return replace(
         result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
@@ -356,71 +372,15 @@ def _compare(
     recomputed[OutputKind.PRINTS] = (
         content.get(OutputKind.PRINTS) if differing else reprinted(content, recomputed[OutputKind.PRINTS])
     )
-    sources = _of_sources(content, record, recomputed, opened, base_model)
+    sources = compare_records(content, record, recomputed, opened, base_model)
     return replace(
         sources, differing=differing, config_differs=written != rewritten, config=config,
         notes=(*sources.notes, *notes),
     )  # fmt: skip
 
 
-def _of_sources(
-    content: Mapping[str, Any],
-    record: CompositionRecord,
-    recomputed: Mapping[str, Any],
-    opened: Mapping[str, Expert],
-    base_model: str | None,
-) -> Verification:
-    """Compare a record, raw and parsed, with the recomputed one, and the sources that it names with those of today."""
-    again = CompositionRecord.model_validate(recomputed)
-    changed = changed_sources(record.experts, again.experts)
-    differing_keys = _record_differs(content, record, recomputed)
-    base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
-    if record.base is not None and base is not None:
-        base = _as_recorded(base, record, base_model)
-        changed |= changed_sources({BASE: record.base}, {BASE: base})
-        if marked(content["base"]) != marked(base.content()):
-            differing_keys.append("base")
-    notes = [
-        f"The revision of {name} ({source}) was not compared, because a folder was passed"
-        for name, source in record.experts.items()
-        if source.revision is not None and again.experts[name].revision is None
-    ]
-    if record.base is None and base_model is not None and record.kind == "adapter":
-        notes.append("The base was not compared: the record has none, because none was needed")
-    return Verification(
-        changed, unchecked=(BASE,) if record.base is not None and base is None else (),
-        record_differs=tuple(dict.fromkeys(differing_keys)), notes=tuple(notes),
-    )  # fmt: skip
-
-
 def _same_bytes(one: Path, other: Path) -> bool:
-    return exists(one) and exists(other) and one.read_bytes() == other.read_bytes()
-
-
-def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:
-    """A base of today with fingerprints where its record should have them: for a local base."""
-    assert record.base is not None
-    content = base.model_dump(exclude_unset=True) | {"fingerprints": base.fingerprints}
-    if record.base.revision is not None:
-        del content["fingerprints"]
-    elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
-        folder = Checkpoint.find(base_model).folder
-        content["fingerprints"] = base_fingerprints(folder)
-    return SourceRecord.model_validate(content)
-
-
-def _find_base(
-    recorded: SourceRecord | None, opened: Mapping[str, Expert], base_model: str | None
-) -> SourceRecord | None:
-    """The base as it is today, by its config and, in a folder, its weights; None if it is not recorded or located."""
-    if recorded is None:
-        return None
-    base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
-    local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
-    for place in [base_model] if base_model is not None else [recorded.reference, *local]:
-        if place is not None and (base_model is not None or recorded.reference or is_folder(expand(place))):
-            return SourceRecord.of_base(Source.find(place, [MODEL_CONFIG], what="base model"))
-    return None
+    return os.path.exists(one) and os.path.exists(other) and one.read_bytes() == other.read_bytes()
 
 
 def _content(folder: Path) -> dict[str, Any]:
@@ -491,63 +451,6 @@ def _check_precision(folder: Path, record: CompositionRecord, base_model: str | 
         return
     changed = {name for name, owner in record.modules.items() if owner != BASE}
     check_precision(open_checkpoint(folder, what="model"), open_checkpoint(base.folder), changed)
-
-
-def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
-    """Sources whose hashes differ from the record: name → the first file that differs, or `weights`."""
-    changed = {}
-    for name in found:
-        ours, theirs = recorded[name], found[name]
-        files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
-        files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
-        if files:
-            changed[name] = files[0]
-        elif ours.entered != theirs.entered:
-            changed[name] = "weights"
-    return changed
-
-
-def _record_differs(content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]) -> list[str]:
-    """The keys of a record whose values differ from the recomputed record."""
-    ours, theirs = (_comparable(raw, record) for raw in (content, recomputed))
-    differing_keys = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
-    recorded_base = (record.base_model, record.base_revision)
-    if record.kind == "model" and recorded_base != (
-        (record.base.source, record.base.revision) if record.base else (None, None)
-    ):
-        differing_keys.append("base_model")
-    differing_keys += [key for key in recomputed if key not in content]
-    again = recomputed["experts"]
-    moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
-    if moved or contradicting(*record.experts.values()):
-        differing_keys.append("experts")
-    trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
-    local = record.base if record.base is not None and record.base.revision is None else None
-    if contradicting(record.base) or (local and any(prints != local.fingerprints for prints in trained_on)):
-        differing_keys.append("base")
-    return differing_keys
-
-
-def _comparable(content: Mapping[str, Any], record: CompositionRecord) -> dict[str, Any]:
-    """The keys of a record, or of the recomputed one, that can be compared."""
-    ignored = {"adapterswap_version", "base"}
-    if record.kind == "model":  # the base is compared by its files; its folder can have another name
-        ignored |= {"base_model", "base_revision"}
-    compared = {key: value for key, value in content.items() if key not in ignored}
-    compared["experts"] = {name: marked(entry) for name, entry in compared["experts"].items()}
-    return compared
-
-
-def _alike(left: Any, right: Any) -> bool:
-    """Whether two values of JSON are equal; numbers up to the rounding of another processor."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_alike, left, right))
-    if isinstance(left, float) or isinstance(right, float):
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right))
-        return numbers and math.isclose(left, right, rel_tol=_RELATIVE_OF_NUMBERS)
-    return type(left) is type(right) and bool(left == right)
 
 
 def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tuple[str, ...]:

@@ -269,6 +269,11 @@ class CompanionPlan:
         return {kind: self.owners[kind].owner for kind in kinds if kind in self.owners}
 
     @property
+    def prompts_of_experts(self) -> dict[str, str]:
+        """`prompt_record` without what is the base's; empty if prompts are the base's own."""
+        return {kind: owner for kind, owner in self.prompt_record.items() if owner != BASE_FOLDER}
+
+    @property
     def prompt_lines(self) -> list[str]:
         """The lines on what prompts depend on."""
         return [str(one) for kind in ("tokenizer", "chat_template") if (one := self.owners.get(kind)) and one.differing]

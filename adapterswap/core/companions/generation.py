@@ -6,12 +6,13 @@ than the model whose settings it has, the ids of the end, the padding and the be
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adapterswap.core.companions.files import GENERATION_CONFIG
-from adapterswap.kit.files.text import exists, read_json
+from adapterswap.kit.files.text import read_json
 
 _REMEDY = "Save the model again, or remove the file"
 _NEUTRAL = {"transformers_version", "_from_model_config", "_commit_hash"}
@@ -23,7 +24,7 @@ _IDS = (_END, *_SINGLE)
 def read_generation(folder: Path) -> dict[str, Any] | None:
     """The content of a folder's generation_config.json; None if there is none."""
     path = folder / GENERATION_CONFIG
-    return read_json(path, _REMEDY) if exists(path) else None
+    return read_json(path, _REMEDY) if os.path.exists(path) else None
 
 
 def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 from adapterswap.core.companions.templates import SETTINGS
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.hashes import stamp
+from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.inside import files_inside, read_inside
-from adapterswap.kit.files.text import exists, parse_json, shown
+from adapterswap.kit.files.text import parse_json, shown
 
 FAST, _ADDED, _SPECIAL = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
@@ -58,7 +59,7 @@ def differing_parts(one: Path, other: Path) -> tuple[str, ...]:
     """What differs between the tokenizers of two folders, in words such as `eos` and `added tokens`."""
     folders = one, other
     settings, files = [_settings(folder) for folder in folders], [_slow_files(folder) for folder in folders]
-    are_fast = [exists(folder / FAST) for folder in folders]
+    are_fast = [os.path.exists(folder / FAST) for folder in folders]
     said_once = {key for key in _WHERE_BOTH_SAY if not all(key in content for content in settings)}
     lacking = files[0].keys() ^ files[1].keys() if all(are_fast) else frozenset()
     names = [*_different(*settings, but=said_once), *_different(*files, but=lacking)]
@@ -136,7 +137,7 @@ def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     decoder = _object(folder, SETTINGS).get("added_tokens_decoder")
     if isinstance(decoder, dict) and all(isinstance(token, dict) and _is_id(key) for key, token in decoder.items()):
         return {int(key): _flagged(token) for key, token in decoder.items()}
-    if exists(folder / FAST):
+    if os.path.exists(folder / FAST):
         return {}
     listed = {key: number for key, number in _object(folder, _ADDED).items() if isinstance(number, int)}
     return {number: _flagged({"content": text}) for text, number in listed.items()}
@@ -179,11 +180,11 @@ def _parsed(content: bytes, where: str) -> Any:
 def _sections(folder: Path) -> Mapping[str, Any]:
     """The sections of tokenizer.json, the model's own among them; nothing if there is no such file."""
     path = folder / FAST
-    return _read_sections(path, stamp(path.stat())) if exists(path) else {}
+    return _read_sections(path, Stamps.of([path])) if os.path.exists(path) else {}
 
 
 @lru_cache(maxsize=4)
-def _read_sections(path: Path, version: tuple[int, ...]) -> Mapping[str, Any]:
+def _read_sections(path: Path, version: Stamps) -> Mapping[str, Any]:
     content = _parsed(_fast_bytes(path.parent) or b"", str(path))
     if not isinstance(content, dict):
         raise ExpertError(f"{path} is not a JSON object", _REMEDY)

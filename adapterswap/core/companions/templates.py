@@ -7,6 +7,7 @@ transformers looks in `chat_template.jinja` with `additional_chat_templates/*.ji
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.inside import files_inside, read_inside, text_inside
-from adapterswap.kit.files.text import exists, parse_json
+from adapterswap.kit.files.inside import files_inside, read_inside
+from adapterswap.kit.files.text import parse_json
 
 JINJA, MORE, LEGACY = "chat_template.jinja", "additional_chat_templates", "chat_template.json"
 SETTINGS = "tokenizer_config.json"
@@ -42,7 +43,7 @@ def read_templates(folder: Path | None) -> Templates | None:
 
 def write_templates(templates: Templates, target: Path) -> None:
     """Write chat templates into the folder `target`, in place of all that stand there."""
-    only_for_processors = exists(target / LEGACY) and _PROCESSOR not in templates
+    only_for_processors = os.path.exists(target / LEGACY) and _PROCESSOR not in templates
     if templates == (read_templates(target) or {}) and not only_for_processors:
         return
     settings = _object(target, SETTINGS)
@@ -64,8 +65,14 @@ def _files(folder: Path) -> dict[str, str]:
     """The templates that are files of their own."""
     places = {_DEFAULT: JINJA}
     places |= {path.stem: f"{MORE}/{path.name}" for path in files_inside(folder, [f"{MORE}/*.jinja"])}
-    texts = {name: text_inside(folder, place, limit=_MOST) for name, place in places.items()}
-    return {name: _one_newline(text) for name, text in texts.items() if text is not None}
+    templates: dict[str, str] = {}
+    for name, place in places.items():
+        if (content := read_inside(folder, place, limit=_MOST)) is not None:
+            try:
+                templates[name] = _one_newline(content.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ExpertError(f"{folder / place} is not UTF-8 text: {error.reason}", "Save it as UTF-8") from None
+    return templates
 
 
 def _entries(value: Any, path: Path) -> dict[str, str]:

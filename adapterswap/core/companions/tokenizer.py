@@ -6,6 +6,7 @@ Trainers save the tokenizer in the adapter's folder. Its tokens say which expert
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,9 +20,8 @@ from adapterswap.core.companions.files import (
 )
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import ExpertError, UnsupportedError
-from adapterswap.kit.files.hashes import stamp
+from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.inside import files_inside, read_inside
-from adapterswap.kit.files.text import exists
 
 Tokens = Mapping[int, str]
 
@@ -58,13 +58,13 @@ def tokenizer_bytes(folder: Path) -> bytes | None:
 def read_tokens(folder: Path) -> Tokens | None:
     """The tokens of a folder's tokenizer.json, by id; None if there is none that the tokenizers library can read."""
     path = folder / FAST
-    if not exists(path):
+    if not os.path.exists(path):
         return None
-    return _read(path, stamp(path.stat()))
+    return _read(path, Stamps.of([path]))
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, version: tuple[int, ...]) -> Tokens | None:
+def _read(path: Path, version: Stamps) -> Tokens | None:
     from tokenizers import Tokenizer
 
     content = read_inside(path.parent, path.name) or b""
@@ -90,6 +90,12 @@ def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:
     if not (has_tokenizer(one) and has_tokenizer(other)):
         return ()
     return differing_parts(one, other) if has_vocabulary(one) == has_vocabulary(other) else ("only settings",)
+
+
+def token_clashes(one: Path, other: Path) -> list[str]:
+    """Where the tokens of two folders disagree, as `clashes`; nothing if one of them has no tokenizer.json."""
+    ours, theirs = read_tokens(one), read_tokens(other)
+    return clashes(ours, theirs) if ours and theirs else []
 
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:

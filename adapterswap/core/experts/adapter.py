@@ -9,6 +9,7 @@ possible, else as the first module and the number of others.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -62,7 +63,6 @@ from adapterswap.kit.errors import (
     UnsupportedError,
 )
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile
-from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
     from adapterswap.core.experts.trial import PeftTrial
@@ -471,7 +471,7 @@ class Adapter:
     def read(source: Source) -> Adapter:
         """Open the PEFT adapter of a source; see `open_adapter`."""
         folder = source.folder
-        if not exists(folder / WEIGHTS):
+        if not os.path.exists(folder / WEIGHTS):
             raise _missing(source)
         problems = Problems(ExpertError)
         config = file = None
@@ -976,10 +976,10 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
     """
     source = Source.find(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
     folder = source.folder
-    if not exists(folder / CONFIG) and exists(folder / MODEL_CONFIG):
+    if not os.path.exists(folder / CONFIG) and os.path.exists(folder / MODEL_CONFIG):
         if source.revision is None:
             return Checkpoint.read(source, what="expert")
         return open_checkpoint(str(source), what="expert")  # fetches the weights of the same commit
-    if exists(folder / MODEL_WEIGHTS) or exists(folder / MODEL_INDEX):
+    if os.path.exists(folder / MODEL_WEIGHTS) or os.path.exists(folder / MODEL_INDEX):
         check_alone(folder)
     return Adapter.read(source)  # reports what is missing

@@ -136,6 +136,16 @@ class Method:
     in_rules: ClassVar[bool] = True
     as_composition: ClassVar[bool] = True
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of adapterswap's own, and not of another package."""
+        return type(self).__module__.startswith(f"{__package__}.")
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether its result is a weighted sum of ΔW, whatever the values of its parameters."""
+        return self.linear
+
     def has(self, parameter: Parameter) -> bool:
         """Whether the method has a parameter of this name."""
         return any(p.name == parameter.name for p in self.parameters)
@@ -199,6 +209,10 @@ class SpanMethod(Method, ABC):
     """
 
     counts_absent: ClassVar[bool] = True
+
+    @property
+    def is_sum(self) -> bool:
+        return True
 
     def spans(self, values: Mapping[str, Any]) -> bool:
         return True

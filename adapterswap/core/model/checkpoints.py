@@ -9,6 +9,7 @@ No tensor is read and torch is not imported. An index is always compared with th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, Unsupp
 from adapterswap.kit.files.hashes import fingerprint
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
-from adapterswap.kit.files.text import exists, read_json
+from adapterswap.kit.files.text import read_json
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
@@ -391,9 +392,9 @@ def _read_checkpoint(source: Source, role: str) -> Checkpoint:
 
 def check_alone(folder: Path) -> None:
     """Check that a folder of full weights is not an adapter and holds none, which transformers would add to them."""
-    if not exists(folder / ADAPTER_CONFIG):
+    if not os.path.exists(folder / ADAPTER_CONFIG):
         return
-    if not exists(folder / MODEL_CONFIG):
+    if not os.path.exists(folder / MODEL_CONFIG):
         raise ExpertError(
             f"{folder} is an adapter, not a full model", "Pass the folder of the full model", parameter="reference"
         )
@@ -409,10 +410,10 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
 
     A single file comes before an index, which may be left from an earlier save, and an index must match its shards.
     """
-    if exists(folder / MODEL_WEIGHTS):
+    if os.path.exists(folder / MODEL_WEIGHTS):
         return (TensorFile.read(folder / MODEL_WEIGHTS),)
     index = folder / MODEL_INDEX
-    if not exists(index):
+    if not os.path.exists(index):
         raise _missing(folder)
     remedy = "Download or save the model again"
     weight_map = read_json(index, remedy).get("weight_map")

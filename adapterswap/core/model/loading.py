@@ -15,9 +15,9 @@ from typing import Any
 
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
-from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.base import empty_language_model, read_config
 from adapterswap.core.model.checkpoints import check_alone
+from adapterswap.core.model.layers import ModelConfig, NumLayers, check_depth_of
 from adapterswap.core.model.sources import Source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
@@ -50,6 +50,15 @@ class OpenedBase:
     tokenizer: Any
     generation: Any = None
 
+    @property
+    def num_layers(self) -> int | None:
+        """The number of the language model's layers; None if its config does not say it."""
+        return ModelConfig(self.config.to_dict()).num_layers
+
+    def check_depth(self, requested: NumLayers | None, remedy: str) -> None:
+        """Raise `CompositionError` if the base has another number of layers than was requested, and both are known."""
+        check_depth_of(self.reference, self.num_layers, requested, remedy)
+
     def with_companions(self, companions: CompanionPlan) -> OpenedBase:
         """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.
 
@@ -61,8 +70,7 @@ class OpenedBase:
         """
         from transformers import AutoTokenizer, GenerationConfig
 
-        owners = {kind: companions.owner(kind) for kind in ("tokenizer", "chat_template")}
-        if {*owners.values()} <= {None, BASE_FOLDER}:
+        if not companions.prompts_of_experts:
             return self
         with scratch_folder("tokenizer") as folder:
             (folder / MODEL_CONFIG).write_bytes(read_inside(self.source.folder, MODEL_CONFIG) or b"{}")
@@ -71,7 +79,7 @@ class OpenedBase:
                 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             except Exception as error:  # as in `load_weights`
                 raise ExpertError(
-                    f"The tokenizer of {owners['tokenizer']} cannot be opened: {reason_of(error)}",
+                    f"The tokenizer of {companions.owner('tokenizer')} cannot be opened: {reason_of(error)}",
                     "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
                     parameter="tokenizer",
                 ) from None

@@ -33,7 +33,7 @@ from adapterswap.kit.errors import (
     reason_of,
 )
 from adapterswap.kit.files.hashes import Stamps, fingerprint
-from adapterswap.kit.files.text import exists, expand, is_folder, read_json, shown
+from adapterswap.kit.files.text import expand, read_json, shown
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
 WEIGHTS = "adapter_model.safetensors"
@@ -44,15 +44,6 @@ FORMAT: Literal[1] = 1  # of that file
 TRAINING_RECORD = "training.json"
 
 _PREFIX = "models--"
-
-
-def cached_models() -> list[str]:
-    """The ids of the models in the Hub's cache, sorted."""
-    try:
-        folders = sorted(os.listdir(_cache()))
-    except OSError:
-        return []
-    return [name.removeprefix(_PREFIX).replace("--", "/", 1) for name in folders if name.startswith(_PREFIX)]
 
 
 def _home(repo: str) -> Path:
@@ -80,7 +71,7 @@ def cached_snapshot(repo: str, revision: str | None = None) -> Path | None:
     except PermissionError:  # another user's cache is no cache of ours
         return None
     snapshot = home / "snapshots" / commit
-    return snapshot if re.fullmatch(r"\w+", commit) and is_folder(snapshot) else None
+    return snapshot if re.fullmatch(r"\w+", commit) and os.path.isdir(snapshot) else None
 
 
 _HUB_ID = re.compile(
@@ -110,6 +101,15 @@ class Reference(str):
 
     __slots__ = ()
 
+    @staticmethod
+    def cached_models() -> list[str]:
+        """The ids of the models in the Hub's cache, sorted."""
+        try:
+            folders = sorted(os.listdir(_cache()))
+        except OSError:
+            return []
+        return [name.removeprefix(_PREFIX).replace("--", "/", 1) for name in folders if name.startswith(_PREFIX)]
+
     @property
     def hub_id(self) -> HubId | None:
         """The parts of a Hub id; None for a reference that is, or looks like, a local path.
@@ -118,7 +118,7 @@ class Reference(str):
         mistyped `experts/swahli` is not looked up on the Hub if there is a folder `experts`.
         """
         match = _HUB_ID.fullmatch(self)
-        if match is None or exists(Path(self)) or is_folder(Path(self.partition("/")[0])):
+        if match is None or os.path.exists(Path(self)) or os.path.isdir(Path(self.partition("/")[0])):
             return None
         return HubId(match["repo"], match["subfolder"], match["revision"])
 
@@ -143,12 +143,12 @@ class Reference(str):
     def cached_folder(self) -> Path | None:
         """The folder of a base model that is on this machine; else None. See `cached_config`."""
         path = expand(self)
-        if is_folder(path):
+        if os.path.isdir(path):
             return path
         hub_id = self.hub_id
         snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
         with suppress(BaseModelError):
-            if snapshot is not None and exists(snapshot / "config.json"):
+            if snapshot is not None and os.path.exists(snapshot / "config.json"):
                 _check_links(snapshot, self, BaseModelError)
                 return snapshot
         return None
@@ -163,7 +163,7 @@ class Reference(str):
     def public_name(self) -> str:
         """A name of the base that can be published: its Hub id, or the last part of a local path."""
         match = _HUB_ID.fullmatch(self)
-        if match and not match["subfolder"] and not exists(Path(self)):
+        if match and not match["subfolder"] and not os.path.exists(Path(self)):
             return str(self)
         return printable(Path(self).name)
 
@@ -210,6 +210,11 @@ class Source:
         """The fingerprints of a local base; empty for one on the Hub, whose files may not all be here."""
         return {} if self.revision else base_fingerprints(self.folder)
 
+    @property
+    def recorded_base(self) -> dict[str, str]:
+        """The fingerprints of the base that an expert's own record names; empty if it names none."""
+        return Records(self.folder).base()
+
     def subfolders_with(self, file: str) -> list[str]:
         """References to the subfolders of a source that hold a file of this name, such as further adapters.
 
@@ -254,21 +259,21 @@ class Source:
                 "Pass a folder, or a Hub id such as org/name@revision",
                 parameter=parameter,
             )
-        if is_folder(path):
+        if os.path.isdir(path):
             real = path.resolve()
             return Source(path if real == Path(os.path.abspath(path)) else real, printable(real.name))
         how = f" as `{parameter}`" if what == _BASE else ""
         remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
-        if exists(path):
+        if os.path.exists(path):
             if path.suffix == ".gguf":
                 remedy = "Pass the folder from which the GGUF file was made"
-            elif any(exists(path.parent / name) for name in (CONFIG, "config.json")):
+            elif any(os.path.exists(path.parent / name) for name in (CONFIG, "config.json")):
                 remedy = "Pass the folder that holds it"
             raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
         hub_id = Reference(reference).hub_id if isinstance(reference, str) else None
         if hub_id is None or (hub_id.subfolder and what == _BASE):
             first = str(reference).partition("/")[0]
-            hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and is_folder(Path(first))
+            hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and os.path.isdir(Path(first))
             why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
             raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
         return _download(hub_id, files, what, parameter)
@@ -282,7 +287,7 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
     try:
         snapshot = cached_snapshot(repo, revision) if constants.HF_HUB_OFFLINE else None
         if snapshot is None:
-            if constants.HF_HUB_OFFLINE and not is_folder(_home(repo)):
+            if constants.HF_HUB_OFFLINE and not os.path.isdir(_home(repo)):
                 raise FileNotFoundError(repo)  # as the Hub's client would say, after a long import
             from huggingface_hub import snapshot_download
 
@@ -296,7 +301,7 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
         ) from None
     folder = snapshot / (subfolder or "")
     _check_links(snapshot, str(hub_id), BaseModelError if role == _BASE else ExpertError, folder)
-    if not is_folder(folder):
+    if not os.path.isdir(folder):
         raise NotFoundError(
             f"{hub_id}: the repository {repo} has no {role} in a folder {subfolder}",
             "Check the folder's name on the Hub; offline, only what was downloaded before can be read",
@@ -310,7 +315,7 @@ def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folde
     repository, cache = snapshot.parents[1], snapshot.parents[2]
     homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
     folder = folder or snapshot
-    read = [snapshot, folder, *(folder.iterdir() if is_folder(folder) else ())]
+    read = [snapshot, folder, *(folder.iterdir() if os.path.isdir(folder) else ())]
     for path in read:
         target = path.resolve()
         if not any(target.is_relative_to(home) for home in homes):
@@ -324,7 +329,7 @@ def same_base(one: str | None, other: str | None) -> bool:
     """Whether two adapters name the same base: by the same text, or by paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
-    return is_folder(expand(one)) and is_folder(expand(other)) and expand(one).samefile(expand(other))
+    return os.path.isdir(expand(one)) and os.path.isdir(expand(other)) and expand(one).samefile(expand(other))
 
 
 _UNREACHABLE = "the Hub cannot be reached"
@@ -454,7 +459,7 @@ def check_format(value: object, place: object, *, parameter: str | None = None) 
 def _content(record: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none or it cannot be read."""
     with suppress(AdapterswapError):
-        return read_json(record) if exists(record) else {}
+        return read_json(record) if os.path.exists(record) else {}
     return {}
 
 

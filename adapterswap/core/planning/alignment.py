@@ -10,10 +10,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, Part
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.base import Base
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import ModuleName, of_any_stack
 from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import reference_of
@@ -39,21 +41,31 @@ class Aligned:
     misnamed: tuple[AdapterswapError, ...] = ()
 
 
-def aligned(experts: Mapping[str, Adapter], base_model: str | None = None) -> dict[str, Adapter]:
+def aligned(experts: Mapping[str, Adapter], base: Checkpoint | None = None) -> dict[str, Adapter]:
     """Adapters of one base, with one name for each of its modules.
 
     Args:
         experts: the adapters by name.
-        base_model: their base; by default the first that an adapter names.
+        base: their base, whose names for its stored weights they get; without it, names are compared with those of the
+            first base that an adapter names.
 
     Raises:
         ExpertError: two names may mean one module, and the base cannot tell; a module that the base lacks.
     """
-    result = align(experts, base_model)
+    result = align(experts, None if base is None else str(base.source.folder))
     problems = Problems(ExpertError)
     check_alignment(result, problems)
     problems.raise_if_any()
-    return result.experts
+    if base is None or not experts:
+        return result.experts
+    located = locate_all(result.experts, base, problems).located
+    problems.raise_if_any()
+    renamed = {}
+    for name, adapter in result.experts.items():
+        keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
+        names = {part: keys.get(part, part) for part in adapter.parts}
+        renamed[name] = adapter.with_names(names, name, base.container)
+    return renamed
 
 
 def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:

@@ -6,6 +6,7 @@ the mistakes that it finds to a `Problems`.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,7 +40,7 @@ from adapterswap.core.model.sources import (
 from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.text import exists, expand, is_folder
+from adapterswap.kit.files.text import expand
 
 Expert = Adapter | Checkpoint
 
@@ -84,7 +85,7 @@ def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: 
         name, required = reference_of(experts, declared), slices or composition.names_layers
         return FoundDepth(actual or least_depth(experts), name, actual, required=required, base=found_base)
     base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
-    is_local = declared is not None and not known and is_folder(expand(declared))
+    is_local = declared is not None and not known and os.path.isdir(expand(declared))
     source = Source.find(declared, [], what="base model") if declared and is_local else None
     if actual is not None:
         return FoundDepth(actual, base, actual, requested, base=source)
@@ -338,7 +339,7 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
     }
     sides = {*places.values(), *([declared] if declared is not None else [])}
     recorded = all(experts[name].base_fingerprints for name in places)
-    known = recorded and (declared is None or is_folder(expand(declared)))
+    known = recorded and (declared is None or os.path.isdir(expand(declared)))
     if known or len(places) + (declared is not None) < 2 or _one_folder(sides):
         return ()
     without = [name for name in places if not experts[name].base_fingerprints] or [str(declared)]
@@ -350,7 +351,7 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
 def _one_folder(places: Collection[str]) -> bool:
     """Whether all are paths to one folder that exists here, whatever the current folder is."""
     folders = [expand(place) for place in places]
-    existing = all(folder.is_absolute() and is_folder(folder) for folder in folders)
+    existing = all(folder.is_absolute() and os.path.isdir(folder) for folder in folders)
     return existing and len({folder.resolve() for folder in folders}) == 1
 
 
@@ -428,7 +429,7 @@ def _identity(adapter: Adapter) -> _Identity:
 def _folder_with_record(base: str | None) -> Path | None:
     """The folder of a base that is on this machine and has a record of how it was made; else None."""
     folder = None if base is None else Reference(base).cached_folder
-    return folder if folder is not None and exists(folder / PROVENANCE) else None
+    return folder if folder is not None and os.path.exists(folder / PROVENANCE) else None
 
 
 def _merged_into_base(base: str | None) -> list[_Identity] | None:

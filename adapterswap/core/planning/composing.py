@@ -5,6 +5,7 @@ Shortcuts for Python users: each function builds a `Composition` and applies it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +35,7 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import find_recipe
 
 
@@ -386,7 +387,7 @@ def read_composition(recipe: str | Path) -> Composition:
 
     composition = read_recipe(path, Composition, paths=["experts.*"], kind="compose")
     experts = {
-        name: str(sibling) if is_folder(sibling := path.parent / expand(place)) else place
+        name: str(sibling) if os.path.isdir(sibling := path.parent / expand(place)) else place
         for name, place in composition.experts.items()
     }
     return composition.model_copy(update={"experts": experts})

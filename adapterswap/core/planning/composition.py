@@ -9,8 +9,10 @@ Both use the same rules, so they cannot disagree.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,11 +22,10 @@ from adapterswap.core.methods.registry import check_name, find_method, having, n
 from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Depth, NumLayers, Stack, format_layers
 from adapterswap.core.planning.names import SHORT_NAME, ExpertName
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
-from adapterswap.core.planning.rules import BASE, Rule, check_weights
+from adapterswap.core.planning.rules import BASE, Rule, check_weights, one_or_many
 from adapterswap.core.planning.slices import rules_of_slice
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
-from adapterswap.kit.files.plain import field, validates
-from adapterswap.kit.files.text import expand_text
+from adapterswap.kit.files.plain import field
 from adapterswap.kit.files.yaml import FieldMistake
 
 Partition = Literal["A", "B", "C", "Z"]
@@ -68,6 +69,26 @@ def _scaled(count: int, num_layers: int, reference: int = _PAPER_LAYERS) -> int:
     return math.floor(count * num_layers / reference + 0.5)
 
 
+def _paths_as_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: str(place) if isinstance(place, Path) else place for name, place in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _at_home(value: str | None) -> str | None:
+    """A path with `~` expanded, since PEFT and other readers of the output's config do not."""
+    return value and os.path.expanduser(value)
+
+
+def _check_depths(value: NumLayers | None) -> NumLayers | None:
+    depths = value.values() if isinstance(value, Mapping) else [1 if value is None else value]
+    if not all(1 <= depth <= MAX_LAYERS for depth in depths):
+        raise ValueError  # pydantic's bounds say it better
+    if isinstance(value, Mapping) and set(value) != set(STACKS):
+        raise FieldMistake("`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}")
+    return value
+
+
 class Composition(MethodPlain):
     """A method with its settings, applied to named experts. Everything but the experts has a default.
 
@@ -76,7 +97,9 @@ class Composition(MethodPlain):
     """
 
     experts: dict[str, str] = field(
-        default={}, description="Name → folder or Hub id. The name `base` is reserved: no change."
+        default={},
+        before=_paths_as_text,
+        description="Name → folder or Hub id. The name `base` is reserved: no change.",
     )
     chains: dict[str, tuple[str, ...]] = field(
         default={},
@@ -84,7 +107,10 @@ class Composition(MethodPlain):
         "[sft, dpo]}. Each chain counts as one expert, with the sum of its adapters' ΔW.",
     )
     base_model: str | None = field(
-        default=None, description="The experts' base: a folder or Hub id, such as a local copy of their Hub base."
+        default=None,
+        before=_paths_as_text,
+        after=_at_home,
+        description="The experts' base: a folder or Hub id, such as a local copy of their Hub base.",
     )
     task_type: TaskType | None = field(
         default=None, description="PEFT's task type of the result, if the experts' task types are wrong or differ."
@@ -102,12 +128,21 @@ class Composition(MethodPlain):
     num_layers: int | dict[Stack, int] | None = field(
         default=None,
         kind=_depths,
+        after=_check_depths,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
     )
-    method: str = field(default="layer_swap", description=f"How the experts are combined: {', '.join(names_of())}.")
-    task: tuple[str, ...] = field(default=("task",), description="The task expert, or several that are averaged first.")
+    method: str = field(
+        default="layer_swap",
+        after=partial(check_name, in_rules=False),
+        description=f"How the experts are combined: {', '.join(names_of())}.",
+    )
+    task: tuple[str, ...] = field(
+        default=("task",), before=one_or_many, description="The task expert, or several that are averaged first."
+    )
     language: tuple[str, ...] = field(
-        default=("language",), description="The language expert, or several that are averaged first."
+        default=("language",),
+        before=one_or_many,
+        description="The language expert, or several that are averaged first.",
     )
     bottom: int | None = field(default=None, ge=0, description="Bottom layers from the language; 5 of 32, scaled.")
     top: int | None = field(default=None, ge=0, description="Top layers from the language; 2 of 32, scaled.")
@@ -169,34 +204,6 @@ class Composition(MethodPlain):
         if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
             raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
         return content
-
-    @validates("base_model", "experts")
-    def _paths_as_text(cls, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: str(place) if isinstance(place, Path) else place for name, place in value.items()}
-        return str(value) if isinstance(value, Path) else value
-
-    @validates("base_model", mode="after")
-    def _home(cls, value: str | None) -> str | None:
-        """Expand `~`, since PEFT and other readers of the output's config do not."""
-        return value and expand_text(value)
-
-    @validates("num_layers", mode="after")
-    def _both_stacks(cls, value: NumLayers | None) -> NumLayers | None:
-        depths = value.values() if isinstance(value, Mapping) else [1 if value is None else value]
-        if not all(1 <= depth <= MAX_LAYERS for depth in depths):
-            raise ValueError  # pydantic's bounds say it better
-        if isinstance(value, Mapping) and set(value) != set(STACKS):
-            raise FieldMistake("`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}")
-        return value
-
-    @validates("method", mode="after")
-    def _own_name(cls, value: str) -> str:
-        return check_name(value, in_rules=False)
-
-    @validates("task", "language")
-    def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     def check(self) -> None:
         set_fields = self.model_fields_set

@@ -335,3 +335,17 @@ def _text(text: str) -> str:
     from html import escape  # only notebooks need it
 
     return escape(printable(text))
+
+
+def zones_of(plan: Plan, stack: Stack | None) -> str:
+    """The zones of a layer swap in one list of layers, and which of them are the paper's defaults."""
+    composition, count = plan.composition, plan.depth.of(stack)
+    bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
+    scaled = [
+        f"{name} {resolved}"
+        for name, resolved, requested in (("bottom", bottom, composition.bottom), ("top", top, composition.top))
+        if requested is None
+    ]
+    zones_text = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
+    zones_text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
+    return zones_text + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")

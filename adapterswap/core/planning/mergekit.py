@@ -8,6 +8,7 @@ documentation and behaviour; it imports nothing from mergekit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,9 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
-from adapterswap.kit.files.models import StrictModel, validate
-from adapterswap.kit.files.text import expand, is_folder
-from adapterswap.kit.files.yaml import FieldMistake, read_content
+from adapterswap.kit.files.models import StrictModel, read_recipe
+from adapterswap.kit.files.text import expand
+from adapterswap.kit.files.yaml import FieldMistake, RecipeFile
 
 _MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 
@@ -135,12 +136,12 @@ class MergekitMerge:
     @staticmethod
     def is_at(path: str | Path) -> bool:
         """Whether the YAML file at `path` is a mergekit YAML."""
-        return _MARK in read_content(path)[0]
+        return _MARK in RecipeFile.read(path).content
 
     @staticmethod
     def dtype_in(path: str | Path) -> Dtype | None:
         """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none."""
-        return _read(Path(path)).written_dtype if MergekitMerge.is_at(path) else None
+        return read_recipe(path, _MergekitRecipe).written_dtype if MergekitMerge.is_at(path) else None
 
 
 def read_mergekit(path: str | Path) -> MergekitMerge:
@@ -154,12 +155,7 @@ def read_mergekit(path: str | Path) -> MergekitMerge:
         AdapterswapError: see `open_expert`.
     """
     check_type(path, (str, Path), "path", "Pass a YAML file")
-    return _Reading(_read(Path(path)), Path(path)).merge()
-
-
-def _read(path: Path) -> _MergekitRecipe:
-    content, layers = read_content(path)
-    return validate(content, _MergekitRecipe, where=str(path), layers=layers)
+    return _Reading(read_recipe(path, _MergekitRecipe), Path(path)).merge()
 
 
 class _Vocabulary(NamedTuple):
@@ -248,11 +244,11 @@ class _Reading:
 
     def _place(self, reference: str) -> str:
         sibling = self.path.parent / expand(reference)
-        return str(sibling) if is_folder(sibling) else reference
+        return str(sibling) if os.path.isdir(sibling) else reference
 
     def _open(self, reference: str) -> None:
         place = self._place(reference)
-        if "+" in reference and not is_folder(expand(place)):
+        if "+" in reference and not os.path.isdir(expand(place)):
             raise UnsupportedError(
                 f"{self.path}: {reference} is a base with LoRA, which mergekit would merge first",
                 "Write an adapterswap recipe with the adapters as `experts`; it does not need the base's weights",

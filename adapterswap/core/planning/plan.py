@@ -7,6 +7,7 @@ every stored tensor of a model, which experts' changes enter with which coeffici
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slices import requested_by_layer, slice_in
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from adapterswap import Exported
@@ -100,6 +101,16 @@ class Plan:
         from adapterswap.core.planning.describe import draw
 
         return draw(self.marks, self.depth, tuple(self.experts))
+
+    @property
+    def zones_text(self) -> str | None:
+        """The zones of a layer swap in numbers, and whether they are the paper's defaults; else None."""
+        from adapterswap.core.planning.describe import zones_of
+
+        composition = self.composition
+        if composition.method != "layer_swap" or composition.allocation is not None or composition.partition:
+            return None
+        return "; ".join(zones_of(self, stack) for stack in composition.stacks(self.num_layers))
 
     @property
     def strip(self) -> str:
@@ -355,7 +366,7 @@ class Plan:
         declared = self.composition.base_model
         if self.base is not None or self.base_source is not None or declared is None:
             return self.base.source if self.base is not None else self.base_source
-        return Source.find(declared, [], what="base model") if is_folder(expand(declared)) else None
+        return Source.find(declared, [], what="base model") if os.path.isdir(expand(declared)) else None
 
     @property
     def recorded_bases(self) -> dict[str, Mapping[str, str]]:
@@ -382,7 +393,7 @@ class Plan:
     @property
     def inputs(self) -> list[str | Path | None]:
         """Files that no output may overwrite: the experts, the base, the bases that they name, the recipe and the
-        recipes that it extends. `check_inputs` ignores Hub ids among them."""
+        recipes that it extends. Checks of outputs ignore Hub ids among them."""
         return [
             *(expert.source.folder for expert in self.experts.values()),
             *(name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
@@ -21,7 +22,7 @@ from adapterswap.core.methods.spectral import CoreMethod
 from adapterswap.core.model.layers import NO_LAYER, Kind, ModuleName, Stack, format_layers, parse_layers
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
-from adapterswap.kit.files.plain import field, validates
+from adapterswap.kit.files.plain import field
 from adapterswap.kit.files.yaml import FieldMistake
 
 if TYPE_CHECKING:
@@ -307,6 +308,11 @@ _KINDS = ("attention", "mlp", "other")
 _BLENDS = names_of(in_rules=True)
 
 
+def one_or_many(value: Any) -> Any:
+    """A list, for a field that may also be written as one name."""
+    return [value] if isinstance(value, str) else value
+
+
 def _canonical_layers(value: Any) -> Any:
     if isinstance(value, bool):
         return value
@@ -333,6 +339,7 @@ class Rule(MethodPlain):
 
     layers: str | None = field(
         default=None,
+        before=_canonical_layers,
         description="Layers: 5, 0-4, 0-4,30-31, [0, 1], or `none` for modules outside the layers. Absent: all modules.",
     )
     stack: Stack | None = field(
@@ -342,6 +349,7 @@ class Rule(MethodPlain):
     )
     modules: tuple[str, ...] | None = field(
         default=None,
+        before=one_or_many,
         description="Kinds (attention, mlp, other) or parts of names (self_attn, q_proj, mlp.down_proj). Absent: all.",
     )
     expert: str | None = field(default=None, description="The expert that owns them; `base` leaves them unchanged.")
@@ -354,7 +362,11 @@ class Rule(MethodPlain):
     weights: Literal["magnitude"] | None = field(
         default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: unchanged."
     )
-    method: str = field(default="linear", description=f"How a blend is computed: {', '.join(_BLENDS)}.")
+    method: str = field(
+        default="linear",
+        after=partial(check_name, in_rules=True),
+        description=f"How a blend is computed: {', '.join(_BLENDS)}.",
+    )
     parameters: dict[str, Any] = field(
         default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
     )
@@ -389,18 +401,6 @@ class Rule(MethodPlain):
         if isinstance(content, Mapping) and len(content) == 1:
             content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
         return read_rule(content) if isinstance(content, str) else content
-
-    @validates("layers")
-    def _canonical(cls, value: Any) -> Any:
-        return _canonical_layers(value)
-
-    @validates("modules")
-    def _one_or_many(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @validates("method", mode="after")
-    def _own_name(cls, value: str) -> str:
-        return check_name(value, in_rules=True)
 
     def check(self) -> None:
         if (self.expert is None) == (self.blend is None):

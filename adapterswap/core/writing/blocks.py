@@ -30,7 +30,7 @@ from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.kit.errors import UnsupportedError
-from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, row_ranges, too_large
+from adapterswap.kit.files.numbers import Bytes, Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import Tensor
 
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
@@ -311,7 +311,7 @@ def _check(part: SourcePart) -> None:
         return
     for start in range(0, part.raw.size, _CHECKED):
         if not Dtype(part.tensor.dtype).is_finite(part.raw[start : start + _CHECKED]):
-            raise not_finite(part.expert, part.tensor.name)
+            raise part.tensor.not_finite(part.expert)
 
 
 def _torch_dtype(dtype: str) -> Any:

@@ -9,6 +9,7 @@ A card states what was composed, written and truncated. It makes no claims about
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from adapterswap.core.writing.outputs import Layout
 from adapterswap.core.writing.records import CompositionRecord
 from adapterswap.kit.errors import AdapterswapError, printable
 from adapterswap.kit.files.folders import CARD
-from adapterswap.kit.files.text import exists, read_small
+from adapterswap.kit.files.text import read_small
 from adapterswap.kit.files.yaml import dump_yaml, parse_yaml
 
 _MAX_BYTES = 2**20
@@ -55,7 +56,7 @@ class Licence:
 def licence_of(folder: Path) -> Licence | None:
     """The licence that the card in an expert's folder states; None if there is no card or it states no licence."""
     path = folder / CARD
-    if not exists(path):
+    if not os.path.exists(path):
         return None
     try:
         text = read_small(path, "", limit=_MAX_BYTES).decode("utf-8")

@@ -182,12 +182,8 @@ class Spool:
 
 def _read(file: int, size: int, offset: int) -> bytearray:
     raw = bytearray(size)
-    bytes_read = 0
-    while bytes_read < size:
-        count = read_at(file, memoryview(raw)[bytes_read:], offset + bytes_read)
-        if count == 0:
-            raise OutputError("A temporary file was truncated", "Run the command again")
-        bytes_read += count
+    if read_at(file, memoryview(raw), offset) < size:
+        raise OutputError("A temporary file was truncated", "Run the command again")
     return raw
 
 

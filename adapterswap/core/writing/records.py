@@ -6,6 +6,7 @@ is validated first, and paths in it are never followed.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,6 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.plain import Declared, field
-from adapterswap.kit.files.text import exists
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -111,7 +111,7 @@ class SourceRecord(_Written):
     def of_base(source: Source) -> SourceRecord:
         """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
         config = source.folder / MODEL_CONFIG
-        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if exists(config) else {}}
+        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if os.path.exists(config) else {}}
         if source.revision is None:
             fields["fingerprints"] = base_fingerprints(source.folder)
         return SourceRecord(source=source.name, revision=source.revision, **fields)
@@ -287,6 +287,12 @@ class CompositionRecord(_Written):
             name: source.model_copy(update={"sha256": dict(sha256_of_source)}) for name, source in self.experts.items()
         }
         return self.model_copy(update={"experts": sources, "conversion": ConversionRecord(**conversion)})
+
+    @staticmethod
+    def read(folder: Path) -> CompositionRecord | None:
+        """The record of the composition in a folder; None if it holds something else, or no readable record."""
+        record = read_record(folder)
+        return record if isinstance(record, CompositionRecord) else None
 
     @staticmethod
     def of(

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout, OutputTensor, header_bytes
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.numbers import Dtype, not_finite, write_at
+from adapterswap.kit.files.numbers import Dtype, write_at
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 
 _BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
@@ -63,7 +63,7 @@ def copy_and_hash(
                 if not known:
                     digest.update(view.data)
                 if run.shifts and not Dtype(run.dtype).is_finite(view):
-                    raise not_finite(expert, _first_not_finite(source, place, view))
+                    raise _first_not_finite(source, place, view).not_finite(expert)
                 for shift in run.shifts:
                     write_at(output, view, place + shift)
                 place += view.size
@@ -96,11 +96,11 @@ def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[
         yield _Run(tensors[0].start, tensors[-1].stop, dtype, shifts)
 
 
-def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8]) -> str:
-    """The name of the first tensor with NaN or infinity in the bytes `view`, which begin at `start` in the file."""
+def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8]) -> Tensor:
+    """The first tensor with NaN or infinity in the bytes `view`, which begin at `start` in the file."""
     within = (tensor for tensor in source.tensors.values() if start < tensor.stop and tensor.start < start + view.size)
     parts = ((tensor, view[max(tensor.start - start, 0) : tensor.stop - start]) for tensor in within)
-    return next(tensor.name for tensor, part in parts if not Dtype(tensor.dtype).is_finite(part))
+    return next(tensor for tensor, part in parts if not Dtype(tensor.dtype).is_finite(part))
 
 
 _BATCH = 2**19  # bytes that a thread computes before it takes the next batch

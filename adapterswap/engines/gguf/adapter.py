@@ -18,7 +18,7 @@ from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.kit.errors import ExpertError, NotFoundError, UnsupportedError, reason_of
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from adapterswap.core.writing.records import CompositionRecord
@@ -96,7 +96,7 @@ class GgufFile:
         """Whether it is a local GGUF file, or a folder that holds some and neither an adapter nor a model."""
         path = expand(path)
         try:
-            if is_folder(path):
+            if os.path.isdir(path):
                 names = os.listdir(path)
                 return any(name.endswith(_SUFFIX) for name in names) and not {CONFIG, MODEL_CONFIG} & set(names)
             return path.is_file() and path.suffix == _SUFFIX
@@ -162,7 +162,7 @@ class GgufAdapter:
     def open(path: str | Path) -> GgufAdapter:
         """Open LoRA in GGUF: a file, or a folder of pieces."""
         path = expand(path)
-        paths = sorted(path.glob(f"*{_SUFFIX}")) if is_folder(path) else [path]
+        paths = sorted(path.glob(f"*{_SUFFIX}")) if os.path.isdir(path) else [path]
         if not paths or not paths[0].is_file():
             raise NotFoundError(f"{path} does not exist", REMEDY, parameter="path")
         return GgufAdapter(path, tuple(map(_open, paths)))

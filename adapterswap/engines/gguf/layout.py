@@ -47,7 +47,7 @@ from adapterswap.kit.errors import (
     Problems,
     UnsupportedError,
 )
-from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite
+from adapterswap.kit.files.numbers import Bytes, Dtype
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class GgufTensor:
             return None
         raw = alone.tensor.read_bytes(files[alone.path], 0, alone.tensor.nbytes)
         if not Dtype(dtype).is_finite(raw):
-            raise not_finite(alone.expert, alone.tensor.name)
+            raise alone.tensor.not_finite(alone.expert)
         return self._ordered(raw.view(f"V{Dtype.BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
 
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:

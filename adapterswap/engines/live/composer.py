@@ -22,8 +22,6 @@ from adapterswap.engines.live.inventory import is_unloaded
 from adapterswap.engines.live.loading import as_in_model, layers_taken, load_expert, slice_of
 from adapterswap.engines.live.switching import InitialState, Pin, Switch, apply_switch, unmerge
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
-from adapterswap.kit.files.folders import check_place
-from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -375,12 +373,13 @@ class LiveComposer:
         Raises:
             UnsupportedError: no composition with experts is active; see also `write_adapter`.
         """
-        from adapterswap.core.writing.adapter import write_adapter
+        from adapterswap.core.writing.adapter import COMPOSED, write_adapter
 
         if self.plan is None:
             raise UnsupportedError("No composition with experts is active", "Call save inside `with composer.use(…)`")
         files = [adapter.file.path for adapter in self.plan.adapters.values()]
-        check_place(expand(out_path), [path.parent for path in files if path.is_file()])  # read or not
+        inputs = [path.parent for path in files if path.is_file()]  # whether they are read or not
+        COMPOSED.check(out_path, overwrite=overwrite, inputs=inputs)
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
             return write_adapter(
                 plan, out_path, layout=layout, max_rank=max_rank, max_error=max_error, overwrite=overwrite

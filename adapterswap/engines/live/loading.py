@@ -6,6 +6,7 @@ it would also hold the expert's factors in that dtype.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -44,7 +45,7 @@ from adapterswap.kit.errors import (
 from adapterswap.kit.files.folders import OutputKind, scratch_folder
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import TensorFile, open_files
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -201,7 +202,7 @@ def load_expert(
 def _check_base(adapter: Adapter, name: str, model: Any) -> None:
     """Raise if the model was loaded from another local base than the one that the expert's record names."""
     place = expand(getattr(model.config, "_name_or_path", None) or "")
-    if place.name and is_folder(place):
+    if place.name and os.path.isdir(place):
         try:
             own = {name: adapter.config.base_reference}
             check_base_weights({name: adapter.base_fingerprints}, Source(place, place.name), own)

@@ -25,8 +25,8 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.kit.errors import AdapterswapError, OutputError, RunError, UnsupportedError
-from adapterswap.kit.files.folders import replacing, sync_folder, sync_one
-from adapterswap.kit.files.hashes import sha256_of, stamp
+from adapterswap.kit.files.folders import replacing, sync
+from adapterswap.kit.files.hashes import Stamps, sha256_of
 from adapterswap.kit.files.text import expand, read_json
 
 if sys.platform != "win32":
@@ -87,7 +87,7 @@ class Cache:
         self._entries, self._building, self._locks, self._hashes = (
             self.root / name for name in ("compositions", "building", "locks", "hashes")
         )
-        self._sound: dict[str, dict[str, tuple[int, ...]]] = {}  # the stamps of files whose hashes were compared
+        self._sound: dict[str, dict[str, Stamps]] = {}  # the stamps of files whose hashes were compared
         self._in_use: int | None = None
         self._opening = threading.Lock()
 
@@ -203,12 +203,12 @@ class Cache:
         building = self._building / uuid.uuid4().hex
         try:
             make(building)
-            sync_folder(building)
+            sync(building, whole=True)
             content = json.dumps({name: sha256_of(building / name) for name in stamps_in(building)})
             with replacing(self._hashes / key, building.with_suffix(".json")) as hashes:
                 hashes.write_text(content, encoding="utf-8")
             _put(building, self._entries / key)
-            sync_one(self._entries)
+            sync(self._entries)
         finally:
             shutil.rmtree(building, ignore_errors=True)
         self._sound[key] = stamps_in(self._entries / key)
@@ -236,10 +236,10 @@ class Cache:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adapterswap" / "serving"
 
 
-def stamps_in(folder: Path) -> dict[str, tuple[int, ...]]:
+def stamps_in(folder: Path) -> dict[str, Stamps]:
     """The stamps of a folder's files by name, without hidden files; empty if it cannot be read."""
     with suppress(OSError):  # NFS keeps replaced files that are still open under hidden names
-        return {name: stamp((folder / name).stat()) for name in os.listdir(folder) if not name.startswith(".")}
+        return {name: Stamps.of([folder / name]) for name in os.listdir(folder) if not name.startswith(".")}
     return {}
 
 
@@ -257,4 +257,4 @@ def _put(building: Path, entry: Path) -> None:
             old.unlink()
     for new in building.iterdir():
         new.replace(entry / new.name)
-    sync_one(entry)
+    sync(entry)

@@ -30,7 +30,7 @@ from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, known_depth, layer_container
 from adapterswap.core.model.sources import FORMAT, Reference, Source, same_base
-from adapterswap.core.planning.base import check_base_weights
+from adapterswap.core.planning.base import check_base_weights, with_chains
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
@@ -45,11 +45,11 @@ from adapterswap.kit.errors import (
     AdapterswapError,
     BaseModelError,
     ExpertError,
-    Problem,
     Problems,
     RunError,
 )
-from adapterswap.kit.files.text import expand, is_folder, read_json, shown
+from adapterswap.kit.files.hashes import Stamps
+from adapterswap.kit.files.text import expand, read_json, shown
 
 _SHOWN = 3  # modules named in one message
 _REMEDY = "Choose the experts' base model, one that the installed transformers knows"
@@ -110,7 +110,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
         name: the expert's name in messages.
         engine: the server's name in messages.
     """
-    if not copies_in(adapter.file) or not is_folder(folder := expand(base_model)):
+    if not copies_in(adapter.file) or not os.path.isdir(folder := expand(base_model)):
         return
     try:
         base = open_checkpoint(folder)
@@ -130,7 +130,7 @@ class _Planned(NamedTuple):
 
     fingerprint: str
     key: str
-    stamps: dict[str, dict[str, tuple[int, ...]]]
+    stamps: dict[str, dict[str, Stamps]]
 
 
 class NamedComposer:
@@ -224,7 +224,7 @@ class NamedComposer:
             self._forget(name)
             self._planned.pop(name, None)
 
-    def _stamps(self, experts: Iterable[str]) -> dict[str, dict[str, tuple[int, ...]]]:
+    def _stamps(self, experts: Iterable[str]) -> dict[str, dict[str, Stamps]]:
         """The stamps of the files in the folders of the experts and the base, by which a change is noticed."""
         folders = {name: expand(self.manifest.adapters[name]) for name in experts if name != BASE}
         folders |= {name: self._from_hub[name].source.folder for name in folders if name in self._from_hub}
@@ -252,6 +252,20 @@ class NamedComposer:
 
     def _composition(self, name: str) -> Composition:
         return composition_of(name, self.manifest.experts, self.manifest.chains)
+
+    def check_chains(self, experts: Mapping[str, Adapter]) -> tuple[str, ...]:
+        """Check the chains of the opened experts, so that none fails at its first request.
+
+        Returns:
+            What could not be checked.
+
+        Raises:
+            AdapterswapError: an adapter cannot be on top of others in its chain.
+        """
+        problems = Problems()
+        _, unchecked = with_chains(experts, self.manifest.chains, problems, recorded=False)
+        problems.raise_if_any()
+        return unchecked
 
     def open(self, name: str) -> Adapter:
         """The expert, or the adapter of a chain, of this name, checked against the base.
@@ -313,7 +327,7 @@ class NamedComposer:
         except AdapterswapError as error:
             names = {path: name for name, path in self.manifest.adapters.items() if os.path.isabs(path)}
             names[str(self.cache.root)] = "the cache"
-            raise type(error)((_without(names, problem) for problem in error.found), omitted=error.omitted) from error
+            raise error.with_names(names) from error
 
     def _rules(self, name: str) -> str:
         """The composition's rules, which `allow` compares, without opening an expert."""
@@ -342,7 +356,7 @@ class NamedComposer:
 def other_base(adapter: Adapter, name: str, base_model: str) -> str | None:
     """A remark if the config of the adapter `name` names another base than this folder or Hub id."""
     (served, revision), config = Reference(base_model).parts, adapter.config
-    compared = adapter.base_fingerprints and is_folder(expand(base_model))  # when it was opened
+    compared = adapter.base_fingerprints and os.path.isdir(expand(base_model))  # when it was opened
     other_revision = None not in (revision, config.revision) and revision != config.revision
     if compared or not config.base_model or (same_base(config.base_model, served) and not other_revision):
         return None
@@ -377,11 +391,3 @@ def for_any_engine(plan: Plan, form: Form) -> Prepared:
         if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
             return exact
     return prepare(plan, replace(form, layout="portable"))
-
-
-def _without(names: Mapping[str, str], problem: Problem) -> Problem:
-    """The problem with each path replaced by its name, longer paths first."""
-    message, remedy = problem.message, problem.remedy
-    for path in sorted(names, key=len, reverse=True):
-        message, remedy = message.replace(path, names[path]), remedy.replace(path, names[path])
-    return replace(problem, message=message, remedy=remedy)

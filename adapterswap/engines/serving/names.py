@@ -6,6 +6,7 @@ among these experts, and is never part of a path, so requests cannot reach anyth
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from adapterswap.kit.errors import (
     Problems,
 )
 from adapterswap.kit.files.models import StrictModel, read_recipe
-from adapterswap.kit.files.text import exists, expand, is_folder, shown
+from adapterswap.kit.files.text import expand, shown
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
 _SHOWN = 30  # experts named in a message
@@ -142,11 +143,11 @@ def read_manifest(path: str | Path) -> Manifest:
             malformed or names an expert that does not exist. All mistakes are reported together.
     """
     path = expand(path)
-    if not exists(path):
+    if not os.path.exists(path):
         raise NotFoundError(
             f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
         )
-    manifest = _from_folder(path) if is_folder(path) else _from_file(path)
+    manifest = _from_folder(path) if os.path.isdir(path) else _from_file(path)
     problems = Problems(FieldError)
     for name in manifest.experts:
         with problems.collect():
@@ -196,6 +197,6 @@ def _from_file(path: Path) -> Manifest:
     folder = path.absolute().parent
 
     def resolve(reference: str) -> str:
-        return str(folder / reference) if is_folder(folder / reference) else reference
+        return str(folder / reference) if os.path.isdir(folder / reference) else reference
 
     return manifest.model_copy(update={"experts": Places(manifest.experts).placed(resolve)})

@@ -18,7 +18,7 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.engines.serving import plugin
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 # The values of vLLM's --max-lora-rank (its MaxLoRARanks), except for 1, which older versions do not accept.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -157,7 +157,7 @@ def _whole_number(option: str, arguments: Sequence[str]) -> int | None:
 def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
     """The base as vLLM expects it: a folder without `~`, or a Hub id and a separate revision."""
     folder = expand(base_model)
-    if is_folder(folder):
+    if os.path.isdir(folder):
         return str(folder), ()
     model, _, revision = base_model.partition("@")
     return model, ("--revision", revision) if revision else ()

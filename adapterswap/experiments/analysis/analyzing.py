@@ -32,8 +32,7 @@ from adapterswap.experiments.analysis.pictures import (
 )
 from adapterswap.experiments.analysis.surveying import survey
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE, save
-from adapterswap.kit.drawing import column_width as width_in_inches
+from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import ArgumentError, Problems, check_type
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import write_json
@@ -164,7 +163,7 @@ class Analysis:
             ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs)
             return
         require("plots")
-        width = width_in_inches(column_width)
+        width = STYLE.inches(column_width)
         from adapterswap.experiments.analysis.pictures import (
             draw_fractions,
             draw_interference,
@@ -175,17 +174,17 @@ class Analysis:
         with ANALYSIS.folder(out_path, overwrite=overwrite, inputs=inputs) as folder, STYLE.applied():
             write_fractions(self.tables, folder / "changes.csv")
             write_json(folder / "analysis.json", self.as_json())
-            save(draw_fractions(list(self.tables), width), folder, "changes")
+            STYLE.save(draw_fractions(list(self.tables), width), folder, "changes")
             if self.changes:
                 norms = {
                     expert_changes.expert: expert_changes.layer_norms(relative=self._relative)
                     for expert_changes in self.changes
                 }
-                save(draw_norms(norms, width, relative=self._relative), folder, "norms")
+                STYLE.save(draw_norms(norms, width, relative=self._relative), folder, "norms")
             if len(self.pairs) > 1:
-                save(draw_meetings(self.pairs, width), folder, "cosines")
+                STYLE.save(draw_meetings(self.pairs, width), folder, "cosines")
             for pair in self.pairs:
-                save(draw_interference(pair, width), folder, "-".join(pair.experts))
+                STYLE.save(draw_interference(pair, width), folder, "-".join(pair.experts))
 
     @staticmethod
     def read(path: str | Path) -> Analysis:
@@ -234,7 +233,7 @@ def analyze(
             "Pass 0 or more",
             parameter="threshold",
         )
-    width_in_inches(column_width)
+    STYLE.inches(column_width)
     opened = open_experts(experts)
     base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
     opened = under_stored_names(opened, base)

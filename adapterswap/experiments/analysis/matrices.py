@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned
 from adapterswap.core.changes.kinds import Whole
-from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.model.checkpoints import OTHER_NAMES
@@ -38,15 +37,7 @@ def under_stored_names(experts: Mapping[str, Expert], base: Checkpoint | None) -
         with problems.collect():
             Target.ANALYZE.check_expert(adapter, name)
     problems.raise_if_any()
-    adapters = aligned(adapters, None if base is None else str(base.source.folder))
-    if base is not None and adapters:
-        located = locate_all(adapters, base, problems).located
-        problems.raise_if_any()
-        for name, adapter in adapters.items():
-            keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
-            names = {part: keys.get(part, part) for part in adapter.parts}
-            adapters[name] = adapter.with_names(names, name, base.container)
-    return {**experts, **adapters}
+    return {**experts, **aligned(adapters, base)}
 
 
 # The order of the projections in a block, so that the columns of tables follow the data through the layer.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.analysis.interference import FractionTable, Interference
-from adapterswap.kit.drawing import STYLE, Look, hatch, legend_shape, looks, new_figure, readable_on, wrapped
+from adapterswap.kit.drawing import STYLE, Look, legend_shape, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -93,14 +93,14 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     layers = max(len(table.layers) for table in tables)
     across = max(1, min(3, len(tables), int((width - 0.7) / (0.35 + 0.11 * columns))))
     down = -(-len(tables) // across)
-    figure = new_figure(width, down * (1.35 + min(0.105 * layers, _TALLEST)))
+    figure = STYLE.figure(width, down * (1.35 + min(0.105 * layers, _TALLEST)))
     grid = figure.subplots(down, across, squeeze=False)
     for axes, table in zip(grid.flat, tables, strict=False):
         values = np.full((len(table.layers), len(table.modules)), np.nan)
         for (layer, module), value in table.cells.items():
             values[layer, table.modules.index(module)] = value
         for layer, column in np.argwhere(np.isnan(values)).tolist():
-            hatch(axes, column, layer, zorder=0)
+            STYLE.hatch_cell(axes, column, layer, zorder=0)
         most = (together if one_scale else max(table.cells.values())) or 1.0
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
         if not one_scale:
@@ -137,7 +137,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     names = list(dict.fromkeys(families.values()))
     across = min(len(names), 1 if width < _ABREAST else 3)
     down = -(-len(names) // across)
-    figure = new_figure(width, 0.3 + 1.6 * down + lines * 0.17)
+    figure = STYLE.figure(width, 0.3 + 1.6 * down + lines * 0.17)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     panels = dict(zip(names, grid.flat, strict=False))
     handles = []
@@ -176,7 +176,7 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     """
     layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
     stacked = width < _ABREAST
-    figure = new_figure(width, 4.1 if stacked else 1.9)
+    figure = STYLE.figure(width, 4.1 if stacked else 1.9)
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
     figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
     cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
@@ -189,7 +189,7 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
         _draw_band(axes, known, pattern, label="shuffled" if axes is cosine else "_")
     cosine.legend()
-    first, second, _ = looks(3)
+    first, second, _ = STYLE.looks(3)
     for axes, key, look in (
         (cosine, "cosine", first),
         (overlap, "written", first),
@@ -242,7 +242,7 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
     most = max(0.1, float(np.nanmax(np.abs(values), initial=0.0)) if np.isfinite(values).any() else 0.0)
     labels = [wrapped(name, 14) for name in names]
     size = min(width, 1.2 + 0.42 * len(names))
-    figure = new_figure(width, size)
+    figure = STYLE.figure(width, size)
     axes = figure.add_subplot()
     image = axes.imshow(values[1:, :-1], cmap="PuOr", vmin=-most, vmax=most)
     axes.set_xticks(range(len(names) - 1), labels[:-1], rotation=90)
@@ -261,14 +261,14 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
 def _by_family(experts: Sequence[str]) -> dict[str, Look]:
     """The look of each line: colour by family, marker and line style by member."""
     families = list(dict.fromkeys(family_of(name) for name in experts))
-    hues = {family: look.colour for family, look in zip(families, looks(len(families)), strict=True)}
+    hues = {family: look.colour for family, look in zip(families, STYLE.looks(len(families)), strict=True)}
     members: dict[str, int] = {}
     found = {}
     for name in experts:
         family = family_of(name)
         place = members.setdefault(family, 0)
         members[family] += 1
-        _, marker, line = looks(place + 1)[-1]
+        _, marker, line = STYLE.looks(place + 1)[-1]
         found[name] = Look(hues[family], marker, line)
     return found
 

@@ -25,7 +25,7 @@ from adapterswap.experiments.analysis.interference import Block, Changes, measur
 from adapterswap.experiments.training.texts import common_readers
 from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type
 from adapterswap.kit.files.folders import FileKind
-from adapterswap.kit.files.text import as_row, expand, is_folder, json_lines, read_small
+from adapterswap.kit.files.text import expand, json_lines, read_small
 from adapterswap.kit.files.yaml import dump_yaml
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def expert_place(expert: Expert) -> str:
 def from_recipe(place: str, recipe: str | Path) -> str:
     """How a recipe at `recipe` names the folder that `place` is from here; Hub ids and absolute paths stay."""
     here = os.path.realpath(expand(recipe).parent)
-    if here == os.path.realpath(os.curdir) or not is_folder(Path(place)) or os.path.isabs(place):
+    if here == os.path.realpath(os.curdir) or not os.path.isdir(Path(place)) or os.path.isabs(place):
         return place
     relative = os.path.relpath(os.path.abspath(place), here)
     return relative if relative.startswith(os.pardir) else os.path.join(os.curdir, relative)
@@ -355,8 +355,7 @@ _FILES = (
 )
 
 
-def _text_of_row(value: Any) -> str:
-    row = as_row(value)
+def _text_of_row(row: Mapping[str, Any]) -> str:
     for columns, reader in _READERS.items():
         if all(column in row for column in columns):
             return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))

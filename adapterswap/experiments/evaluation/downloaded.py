@@ -28,7 +28,7 @@ from typing import Any
 from adapterswap.experiments.evaluation.mgsm import LANGUAGES, MODES, VARIANTS, variant_of, variant_task_names
 from adapterswap.experiments.evaluation.results import Score, TaskResult
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError, Problems
-from adapterswap.kit.files.text import as_row, expand, json_lines
+from adapterswap.kit.files.text import expand, json_lines
 
 FLORES_PATH = "FLORES_PATH"
 """The environment variable that names the folder with `dev/` and `devtest/`."""
@@ -147,7 +147,7 @@ def _sentences(folder: Path, split: str, code: str) -> list[str]:
 
             rows = parquet.read_table(path, columns=["id", "text"]).to_pylist()
         elif path.suffix == ".jsonl":
-            rows = [*json_lines(path.read_text(encoding="utf-8").split("\n"), as_row)]
+            rows = [*json_lines(path.read_text(encoding="utf-8").split("\n"), dict)]
         else:
             return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [str(row["text"]) for row in sorted(rows, key=lambda row: int(row["id"]))]
@@ -340,8 +340,7 @@ def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult
 def _rows(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines, which have these keys."""
 
-    def checked(value: Any) -> dict[str, Any]:
-        row = as_row(value)
+    def checked(row: dict[str, Any]) -> dict[str, Any]:
         if missing := [key for key in keys if key not in row]:
             raise ValueError(f"it has no {missing[0]}")
         if not isinstance(row["task"], str) or not isinstance(row["doc_id"], int):

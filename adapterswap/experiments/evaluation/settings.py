@@ -14,13 +14,17 @@ from pydantic import Field, field_validator
 from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
-from adapterswap.kit.files.folders import files_in
 from adapterswap.kit.files.hashes import fingerprint
-from adapterswap.kit.files.models import FiniteModel
+from adapterswap.kit.files.models import StrictModel
 from adapterswap.kit.files.text import expand
 
 ENGINES = ("transformers", "vllm")
 _PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
+
+
+def files_in(folder: Path) -> list[Path]:
+    """All files in a folder, at any depth."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ class Settings:
         return content
 
 
-class EvaluationOptions(FiniteModel):
+class EvaluationOptions(StrictModel, allow_inf_nan=False):
     """How a recipe has tasks evaluated; the names and their meaning are those of `adapterswap evaluate`."""
 
     num_fewshot: int | None = Field(

@@ -29,6 +29,7 @@ import yaml
 
 from adapterswap.core.model.sources import HubFailure
 from adapterswap.experiments.chat import bounded
+from adapterswap.experiments.evaluation.settings import files_in
 from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -40,7 +41,6 @@ from adapterswap.kit.errors import (
     did_you_mean,
     reason_of,
 )
-from adapterswap.kit.files.folders import files_in
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import read_small
 

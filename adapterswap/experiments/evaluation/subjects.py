@@ -7,6 +7,7 @@ local paths.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -19,7 +20,6 @@ from typing import Any
 from adapterswap.core import (
     Adapter,
     Composition,
-    ModelConfig,
     OpenedBase,
     Plan,
     SourceRecord,
@@ -28,13 +28,9 @@ from adapterswap.core import (
     make_plan,
 )
 from adapterswap.core.companions.companions import CompanionPlan
-from adapterswap.core.companions.tokenizer import BASE_FOLDER
-from adapterswap.core.experts.config import is_plain
-from adapterswap.core.experts.keys import KINDS, LORA, TRAINABLE_TOKENS
-from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.loading import quiet_peft
-from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Records, Source
-from adapterswap.core.writing.records import CompositionRecord, read_record
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Source
+from adapterswap.core.writing.records import CompositionRecord
 from adapterswap.experiments.evaluation.engine_differences import EngineDifference, differences
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.prompts import Vocabulary
@@ -59,6 +55,7 @@ from adapterswap.kit.processes import Processes
 
 _MADE_OF = ("num_layers", "composition", "experts", "rules", "output")  # fields of a record
 _SECONDS = 10.0  # for the regexes of a config on all modules; ordinary ones take milliseconds
+_PLAIN = re.compile(r"[\w.-]*")  # names: of their characters, only the dots are special in regexes
 _PLAIN_NAMES = "Use module names instead of regexes"
 _REGEXES = {  # as PEFT 0.21 builds them
     "target_modules": "%s",
@@ -68,8 +65,12 @@ _REGEXES = {  # as PEFT 0.21 builds them
     "rank_pattern": r"(.*\.)?(%s)$",
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
-_LOADED = {LORA, TRAINABLE_TOKENS, *KINDS, "ADALORA", "VBLORA", "PREFIX_TUNING", "P_TUNING"}  # of PEFT, whose configs
-# name nothing that is opened or run. PROMPT_TUNING names a tokenizer with its code; XLORA and SHADOW name other models.
+# Kinds of PEFT whose configs name nothing that is opened or run. PROMPT_TUNING names a tokenizer with its code; XLORA
+# and SHADOW name other models.
+_LOADED = {
+    "LORA", "TRAINABLE_TOKENS", "IA3", "OFT", "BOFT", "LOHA", "LOKR", "VERA", "HRA", "MISS", "HIRA", "ROAD", "ADALORA",
+    "VBLORA", "PREFIX_TUNING", "P_TUNING",
+}  # fmt: skip
 _TRY = """
 import json, re, sys
 regexes, names = json.load(sys.stdin)
@@ -153,12 +154,12 @@ class Subject:
         """Check whether the adapter or the composition fits the base, as far as files without weights tell."""
         base, adapter, plan = self.base, self.adapter, self.plan
         if plan is not None:
-            check_depth_of(base.reference, self._depth, plan.num_layers, "Leave out `num_layers`")
+            base.check_depth(plan.num_layers, "Leave out `num_layers`")
             check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
         if adapter is not None:
             own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
             check_base_weights(
-                {str(adapter): Records(adapter.folder).base()},
+                {str(adapter): adapter.recorded_base},
                 base.source,
                 {str(adapter): own if isinstance(own, str) else None},
             )
@@ -174,11 +175,7 @@ class Subject:
     def alone(self, adapter: Adapter) -> Plan:
         """The plan of one adapter on the base."""
         rules = {"rules": [{"expert": "adapter"}], "base_model": self.base.reference}
-        return make_plan(Composition.model_validate(rules), {"adapter": adapter}, num_layers=self._depth)
-
-    @property
-    def _depth(self) -> int | None:
-        return ModelConfig(self.base.config.to_dict()).num_layers
+        return make_plan(Composition.model_validate(rules), {"adapter": adapter}, num_layers=self.base.num_layers)
 
     def companions(self, chat_template_from: str | None) -> CompanionPlan:
         """Whose tokenizer and chat template the merged model would have."""
@@ -201,7 +198,7 @@ class Subject:
         subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
         if self.adapter is not None:
             subject["adapter"] = _describe(self.adapter)
-            if isinstance(record := read_record(self.adapter.folder), CompositionRecord):
+            if (record := CompositionRecord.read(self.adapter.folder)) is not None:
                 subject["composition"] = _made_of(record)
         if plan is not None:
             hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
@@ -260,7 +257,7 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
     for key, in_peft in _REGEXES.items():
         value = config.get(key) or ()
         texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets has names
-        regexes[key] = [in_peft % text for text in texts if isinstance(text, str) and not is_plain(text)]
+        regexes[key] = [in_peft % text for text in texts if isinstance(text, str) and not _PLAIN.fullmatch(text)]
     if not any(regexes.values()):
         return
     command, content = [sys.executable, "-I", "-c", _TRY], json.dumps([regexes, modules]).encode()
@@ -512,5 +509,4 @@ def evaluate(
 
 def described_companions(companions: CompanionPlan) -> dict[str, Any]:
     """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
-    others = {kind: owner for kind, owner in companions.prompt_record.items() if owner != BASE_FOLDER}
-    return {"companions": others} if others else {}
+    return {"companions": companions.prompts_of_experts} if companions.prompts_of_experts else {}

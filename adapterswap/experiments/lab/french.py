@@ -7,6 +7,7 @@ problems are those of `word_problems`. The experts are trained by the recipes be
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, 
 from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DependencyError, NotFoundError, OutputError
-from adapterswap.kit.files.text import exists, expand, is_folder, write_json
+from adapterswap.kit.files.text import expand, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -219,7 +220,7 @@ def default_scene() -> tuple[str, str]:
 def find_experts() -> Path | None:
     """The shipped experts, in examples/smollm2/experts of the current folder or of this checkout."""
     places = (Path("examples/smollm2/experts"), Path(adapterswap.__file__).parents[1] / "examples/smollm2/experts")
-    return next((place for place in places if all(is_folder(place / name) for name in EXPERTS)), None)
+    return next((place for place in places if all(os.path.isdir(place / name) for name in EXPERTS)), None)
 
 
 def plan_french(
@@ -252,13 +253,13 @@ def plan_french(
             parameter="experts",
         )
     for name in EXPERTS:
-        if not is_folder(folder / name):
+        if not os.path.isdir(folder / name):
             raise NotFoundError(
                 f"{folder} contains no expert {name}", "Train it with the recipes of examples/smollm2",
                 parameter="experts",
             )  # fmt: skip
     target = expand(out_path)
-    if exists(target) and not (is_folder(target) and _is_ours(target)):
+    if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
         raise OutputError(
             f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
         )

@@ -13,7 +13,7 @@ from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult,
 from adapterswap.experiments.lab.seeds import Finished, SeedReporter, run_study
 from adapterswap.experiments.lab.study import LAB_FORMAT, Study
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE, looks, new_figure, save, tidy
+from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import visible
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
@@ -27,13 +27,13 @@ _WIDTH = 6.75  # inches
 
 def _words(study: Study) -> Figure:
     """The scores of some methods by the number of words that the base hardly knows: bars are means, dots seeds."""
-    figure = new_figure(_WIDTH, 3.6)
+    figure = STYLE.figure(_WIDTH, 3.6)
     axes = figure.add_subplot()
     labels = list(study.by_unfamiliar("base"))
     methods = ("math expert", "reset", "soup", "sum", "layer swap")
     width = 0.8 / len(methods)
     dots: dict[str, Any] = {"s": 12, "facecolors": "white", "edgecolors": STYLE.ink, "linewidths": 0.8, "zorder": 3}
-    for position, (method, look) in enumerate(zip(methods, reversed(looks(len(methods))), strict=True)):
+    for position, (method, look) in enumerate(zip(methods, reversed(STYLE.looks(len(methods))), strict=True)):
         summaries = study.by_unfamiliar(method)
         left = [group + (position - (len(methods) - 1) / 2) * width for group in range(len(labels))]
         axes.bar(left, [summaries[label].mean for label in labels], width * 0.9, color=look.colour, label=method)
@@ -45,7 +45,7 @@ def _words(study: Study) -> Figure:
     axes.set_xlabel("words of the problem that the base hardly knows")
     axes.set_ylabel("exact match, xx math")
     axes.set_title("Where the gain comes from (dots: seeds)", loc="left")
-    tidy(axes, grid="y")
+    STYLE.grid(axes, "y")
     axes.legend(ncols=2)
     return figure
 
@@ -151,5 +151,5 @@ class LabPlan:
             write_lab_report(folder, json.loads(text), rows, name=name, pictures=_PICTURES, width=_WIDTH)
             if self.scene.unfamiliar:
                 with STYLE.applied():
-                    save(_words(study), folder, "words", ["png"])
+                    STYLE.save(_words(study), folder, "words", ["png"])
         return study

@@ -6,6 +6,7 @@ The problems are those of development, on which the lab makes its choices.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +21,7 @@ from adapterswap.experiments.lab.study import LAB_FORMAT
 from adapterswap.experiments.lab.world import LANGUAGES
 from adapterswap.kit.errors import DataError, NotFoundError
 from adapterswap.kit.files.inside import read_inside
-from adapterswap.kit.files.text import exists, expand, is_folder
+from adapterswap.kit.files.text import expand
 
 _MOST = 2**24  # bytes of a record
 
@@ -125,16 +126,16 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
     """
     place = expand(folder)
     record = place / "results.json"
-    if not exists(record):
+    if not os.path.exists(record):
         whole = place.absolute().parent
-        above = exists(whole / "results.json")
+        above = os.path.exists(whole / "results.json")
         remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
         raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
     try:
         content = json.loads(read_inside(place, record.name, limit=_MOST, kind=DataError) or b"")
         if content["format"] == FRENCH_FORMAT:
             named = {name: str(content["experts"][name]) for name in EXPERTS}
-            if missing := [path for path in named.values() if not is_folder(Path(path))]:  # nothing is downloaded
+            if missing := [path for path in named.values() if not os.path.isdir(Path(path))]:  # nothing is downloaded
                 raise NotFoundError(
                     f"{missing[0]} is not a local folder", "Run `adapterswap lab` again", parameter="lab"
                 )
@@ -147,7 +148,7 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
             f"{record} was not written by `adapterswap lab`", "Pass a folder that it wrote", parameter="lab"
         )
     models = place / f"seed-{seed}"
-    if not is_folder(models):
+    if not os.path.isdir(models):
         there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
         raise NotFoundError(
             f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="lab_seed"

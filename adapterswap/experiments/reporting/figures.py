@@ -17,7 +17,7 @@ from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE, hatch, legend_shape, looks, new_figure, readable_on, tidy, wrapped
+from adapterswap.kit.drawing import STYLE, legend_shape, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -357,7 +357,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     lines = [label.count("\n") + 1 for label in labels]
     axis = _wrapped_lines(data["axis"], width * 0.62)
     row_heights = [max(1.35, 0.35 + count) * _LINE for count in lines]
-    figure = new_figure(width, sum(row_heights) + 0.34 + _LINE * (axis.count("\n") + 1))
+    figure = STYLE.figure(width, sum(row_heights) + 0.34 + _LINE * (axis.count("\n") + 1))
     axes = figure.add_subplot()
     places, top = [], 0.0
     for height in row_heights:
@@ -394,7 +394,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(axis)
-    tidy(axes, grid="x")
+    STYLE.grid(axes, "x")
     return figure
 
 
@@ -436,12 +436,12 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     axis = _wrapped_lines(data["axis"], width * 0.8)
     side = (width - 0.95) / len(bottoms)
     height = min(max(0.24, side * 0.62), 0.42)
-    figure = new_figure(width, height * len(tops) + 0.45 + _LINE)
+    figure = STYLE.figure(width, height * len(tops) + 0.45 + _LINE)
     axes = figure.add_subplot()
     evaluated = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
     for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
         if (bottoms[x], tops[y]) not in evaluated:
-            hatch(axes, x, y)
+            STYLE.hatch_cell(axes, x, y)
     size = min(STYLE.small, 72 * side / 3.3)
     for cell in data["cells"]:
         x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
@@ -487,7 +487,7 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
     joined = 0.75 * len(data["cliques"]) + 0.6
     depth = joined + step * len(left)
-    figure = new_figure(width, (depth + 4.2) * _LINE)
+    figure = STYLE.figure(width, (depth + 4.2) * _LINE)
     axes = figure.add_subplot()
     number = len(ordered)
     axes.set_xlim(1, number)
@@ -534,7 +534,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
     down = -(-len(panels) // across)
     room = width / across
     experts = list(dict.fromkeys(point[0] for panel in panels for point in panel["points"]))
-    look = dict(zip(experts, looks(len(experts)), strict=True))
+    look = dict(zip(experts, STYLE.looks(len(experts)), strict=True))
     legend_columns, legend_lines = _legend_shape(experts, width)
     titles = []
     for panel in panels:
@@ -545,7 +545,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
         titles.append(f"{where}\n{correlation}")
     tallest = max(title.count("\n") + 1 for title in titles)
     axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
-    figure = new_figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
+    figure = STYLE.figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
     grid = figure.subplots(down, across, squeeze=False)
     for axes, panel, title in zip(grid.flat, panels, titles, strict=False):
         xs, ys = [point[1] for point in panel["points"]], [point[2] for point in panel["points"]]
@@ -560,7 +560,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
             _few_ticks(axis_of, 3)
         axes.set_title(title, loc="left", fontsize=STYLE.note + 0.5, linespacing=1.05)
         axes.tick_params(labelsize=STYLE.note)
-        tidy(axes, grid="both")
+        STYLE.grid(axes, "both")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
     figure.supylabel(axis, fontsize=STYLE.small)
@@ -573,7 +573,7 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     curves = data["curves"]
     figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
     handles = []
-    for curve, look in zip(curves, looks(len(curves)), strict=True):
+    for curve, look in zip(curves, STYLE.looks(len(curves)), strict=True):
         steps = [point[0] for point in curve["points"]]
         marker_step = max(1, len(steps) // 8)
         axes.plot(steps, [point[1] for point in curve["points"]], color=look.colour, linestyle=":", linewidth=1.0)
@@ -593,7 +593,7 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     families = data["families"]
     figure, axes, columns = _panel([family["family"] for family in families], width)
     handles = []
-    for family, look in zip(families, looks(len(families)), strict=True):
+    for family, look in zip(families, STYLE.looks(len(families)), strict=True):
         xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
         marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "markerfacecolor": "none"}
         axes.plot(xs, ys, linestyle="none", markersize=3.6, clip_on=False, **marker)
@@ -611,7 +611,7 @@ def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
 def _panel(names: Sequence[str], width: float) -> tuple[Figure, Axes, int]:
     """A figure with one panel, its axes, and the columns of the legend below it, with an entry for each name."""
     columns, lines = _legend_shape(names, width)
-    figure = new_figure(width, 1.75 + lines * _LINE * 1.35)
+    figure = STYLE.figure(width, 1.75 + lines * _LINE * 1.35)
     return figure, figure.add_subplot(), columns
 
 
@@ -622,7 +622,7 @@ def _finished(
     axes.set_xlabel(_wrapped_lines(across, width * 0.8))
     axes.set_title(_wrapped_lines(title, width * 0.85), loc="left", fontsize=STYLE.small)
     _few_ticks(axes.yaxis, 4)
-    tidy(axes, grid="both")
+    STYLE.grid(axes, "both")
     _legend(figure, handles, columns)
     return figure
 

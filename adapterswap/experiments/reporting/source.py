@@ -6,6 +6,7 @@ cell each, and its configurations were already chosen on a development set.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from adapterswap.experiments.reporting.combined import combined
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, TaskValue
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
 from adapterswap.kit.files.inside import files_inside
-from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
+from adapterswap.kit.files.text import expand, json_lines, open_regular, read_json
 
 RESULTS, ANSWERS = "results.json", "answers.jsonl"
 _LAB = "adapterswap-lab/1"
@@ -86,7 +87,7 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
 
 
 def _open_one(folder: Path) -> ReportSource:
-    if exists(folder / _SWEEP_FILE):
+    if os.path.exists(folder / _SWEEP_FILE):
         run = Run.read(folder)
         if not run.results:
             raise DataError(
@@ -101,7 +102,7 @@ def _open_one(folder: Path) -> ReportSource:
             (f"adapterswap sweep recipe.yaml --out-path {name}",),
             (*_searched(run), *run.remarks),
         )
-    if exists(folder / RESULTS) and exists(folder / ANSWERS):
+    if os.path.exists(folder / RESULTS) and os.path.exists(folder / ANSWERS):
         files_inside(folder, [RESULTS, ANSWERS], kind=DataError)
         content = read_json(folder / RESULTS, _REMEDY)
         if content.get("format") == _LAB:
@@ -133,7 +134,7 @@ def _searched(run: Run) -> Iterator[str]:
 
 def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> ReportSource:
     try:
-        rows = [*json_lines(answers.splitlines(), as_row)]
+        rows = [*json_lines(answers.splitlines(), dict)]
         return lab_source(folder, content, rows, name=folder.resolve().name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(

@@ -32,8 +32,7 @@ from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make
 from adapterswap.experiments.reporting.source import lab_source, open_source
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE, as_bytes, save
-from adapterswap.kit.drawing import column_width as width_in_inches
+from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import ArgumentError, check_type, visible
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
@@ -207,7 +206,7 @@ def report(
     for name, chosen in (("methods", methods), ("units", units)):
         check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
     check_type(table, (TableStyle, type(None)), "table", "Pass a TableStyle")
-    width = width_in_inches(column_width)
+    width = STYLE.inches(column_width)
     folders = [expand(path) for path in runs]
     source = open_source(*folders)
     check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
@@ -284,7 +283,7 @@ def write_figures(
     planned, lacking = plan_figures(report)
     with FIGURES.folder(folder, overwrite=overwrite, inputs=runs) as building:
         for figure in planned:
-            save(figure.draw(width), building, figure.name)
+            STYLE.save(figure.draw(width), building, figure.name)
         content = {
             "format": FIGURES_FORMAT,
             "adapterswap_version": __version__,
@@ -314,7 +313,7 @@ def write_lab_report(
     write_files(computed, folder)
     for figure in plan_figures(computed)[0]:
         if figure.kind in pictures:
-            save(figure.draw(width), folder, pictures[figure.kind], ["png"])
+            STYLE.save(figure.draw(width), folder, pictures[figure.kind], ["png"])
 
 
 def _json(content: Mapping[str, Any]) -> str:
@@ -331,7 +330,7 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     figures = []
     for planned in plan_figures(report)[0]:
         figure = planned.draw(STYLE.column)
-        figures.append((planned, {suffix: as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
+        figures.append((planned, {suffix: STYLE.as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
     contents = {
         "report.html": render_page(report, figures, table),
         "tables.csv": csv_table(report),

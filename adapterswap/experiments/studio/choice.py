@@ -17,7 +17,6 @@ from pydantic.dataclasses import dataclass
 
 from adapterswap.core import ZONES, Composition, Kind, Rule, format_layers, parse_layers
 from adapterswap.core.methods.registry import PARAMETERS
-from adapterswap.core.model.layers import NO_LAYER
 from adapterswap.kit.errors import ArgumentError, CompositionError
 from adapterswap.kit.files.models import validate
 
@@ -59,7 +58,7 @@ def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
 
 def _lenient(rule: Rule, layers: set[int]) -> Rule:
     """The rule, made optional if painting these layers may leave it without a module."""
-    shrinks = rule.layers not in (None, NO_LAYER) and not layers.isdisjoint(parse_layers(rule.layers or ""))
+    shrinks = rule.layers is not None and not layers.isdisjoint(parse_layers(rule.layers))
     return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
 
 

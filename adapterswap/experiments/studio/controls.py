@@ -12,7 +12,6 @@ from typing import Any, get_args
 import gradio as gr
 
 from adapterswap.core import BASE, ZONES, Composition, Kind, Method, Parameter, Partition, find_method
-from adapterswap.core.methods.method import SpanMethod
 from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.workspace import Workspace
@@ -63,7 +62,7 @@ def title_of(fields: Mapping[str, Any]) -> str:
 
 def _answers(method: Method) -> bool:
     """Whether a running model can hold the method's result: a weighted sum of the experts."""
-    return method.linear or isinstance(method, SpanMethod)
+    return method.is_sum
 
 
 @dataclass(frozen=True)

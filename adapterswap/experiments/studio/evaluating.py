@@ -11,7 +11,7 @@ import io
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
-from adapterswap.kit.files.text import as_row, csv_text, json_lines
+from adapterswap.kit.files.text import csv_text, json_lines
 
 OWN_FILE = "your own file"
 _LAB = "lab problems in "
@@ -91,8 +91,7 @@ def read_rows(content: str) -> list[tuple[str, str]]:
     return found
 
 
-def _pair(value: Any) -> tuple[str, str]:
-    row = as_row(value)
+def _pair(row: Mapping[str, Any]) -> tuple[str, str]:
     check_values(row)
     prompt, answer = row["prompt"], row["answer"]
     answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer

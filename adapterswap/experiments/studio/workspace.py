@@ -41,7 +41,7 @@ from adapterswap.kit.errors import (
     ArgumentError,
     UnsupportedError,
 )
-from adapterswap.kit.files.text import expand, is_folder
+from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from adapterswap.engines.live.batching import Answers
@@ -303,7 +303,7 @@ class Workspace:
         check_expert_name(name)
         if name in self.references:
             raise ArgumentError(f"An expert named {name!r} is already open", "Rename its folder", parameter="reference")
-        adapter = open_adapter(expand(reference) if is_folder(expand(reference)) else reference)
+        adapter = open_adapter(expand(reference) if os.path.isdir(expand(reference)) else reference)
         with self.turns.turn():
             self.live.load_expert(adapter, name)
         self.references[name], self.experts[name] = _short(reference), adapter
@@ -398,7 +398,7 @@ def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | No
 def _short(reference: str) -> str:
     """A reference for commands: a folder below the current one as a relative path, other folders as absolute."""
     path = expand(reference)
-    if not is_folder(path):
+    if not os.path.isdir(path):
         return reference
     place, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(place, here) if place.startswith(here + os.sep) else place

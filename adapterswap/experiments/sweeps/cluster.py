@@ -25,7 +25,6 @@ from adapterswap.experiments.sweeps.prepared import PreparedSweep, prepare
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, with_places
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, RunError
-from adapterswap.kit.files.text import exists
 
 LOCAL = "local"
 _DEATHS = 3  # of workers, on one cell or while loading, before the sweep ends
@@ -104,7 +103,7 @@ def _connect(address: str, workers: int | None) -> None:
 
 def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
     """The recipe with absolute local paths, for processes that start in other folders."""
-    return with_places(recipe, lambda place: str(Path(place).absolute()) if exists(Path(place)) else place)
+    return with_places(recipe, lambda place: str(Path(place).absolute()) if os.path.exists(Path(place)) else place)
 
 
 class _Worker:

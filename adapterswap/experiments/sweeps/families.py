@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from adapterswap.core import BASE, ExpertName, Parameter, Partition, Rule
-from adapterswap.core.planning.composition import Outside
 from adapterswap.core.planning.models import Method, MethodFields
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.models import StrictModel
@@ -103,7 +102,7 @@ class Family(MethodFields):
     bottom_transition: Values[Count] = ()
     top_transition: Values[Count] = ()
     partition: Values[Partition] = ()
-    outside: Values[Outside] = ()
+    outside: Values[Literal["average", "task", "language"]] = ()
     norms: Values[Literal["average", "layer"]] = ()
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()

@@ -14,9 +14,9 @@ from typing import Any
 
 from adapterswap import __version__
 from adapterswap.core import (
+    BASE,
     Adapter,
     Checkpoint,
-    ModelConfig,
     OpenedBase,
     Place,
     Places,
@@ -28,9 +28,7 @@ from adapterswap.core import (
 )
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.companions.tokenizer import BASE_FOLDER
 from adapterswap.core.model.checkpoints import model_fingerprints
-from adapterswap.core.model.layers import check_depth_of
 from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation import Settings
@@ -259,10 +257,9 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
 
 
 def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
-    from_config = ModelConfig(base.config.to_dict()).num_layers
-    check_depth_of(base.reference, from_config, from_recipe, "Leave num_layers out, or correct it")
+    base.check_depth(from_recipe, "Leave num_layers out, or correct it")
     remedy = "Add `num_layers:` to the recipe"
-    return known_depth(from_recipe or from_config, base.reference, remedy, parameter="num_layers")
+    return known_depth(from_recipe or base.num_layers, base.reference, remedy, parameter="num_layers")
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:
@@ -290,7 +287,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": prepared.settings.task_files,
-        "companions": {kind: prepared.companions.owner(kind) or BASE_FOLDER for kind in ("tokenizer", "chat_template")},
+        "companions": {kind: prepared.companions.owner(kind) or BASE for kind in ("tokenizer", "chat_template")},
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }

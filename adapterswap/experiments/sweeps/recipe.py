@@ -7,6 +7,7 @@ the recipe's folder. Nothing is opened, and neither torch nor lm-evaluation-harn
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +39,7 @@ from adapterswap.experiments.sweeps.families import (
 )
 from adapterswap.kit.errors import FieldError, Problems, did_you_mean
 from adapterswap.kit.files.models import StrictModel, read_recipe, validate
-from adapterswap.kit.files.text import exists, expand
+from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import FieldMistake
 
 
@@ -229,7 +230,7 @@ class SweepRecipe(StrictModel):
             added = {name: place}
             if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
                 inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
-                folder = inside if exists(inside) else expand(place["ladder"])
+                folder = inside if os.path.exists(inside) else expand(place["ladder"])
                 found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
                 steps = sorted(int(match[1]) for match in found if match)
                 if not steps:
@@ -357,7 +358,7 @@ class SweepRecipe(StrictModel):
 
         def resolve(reference: str) -> str:
             place = folder / expand(reference)
-            return str(place) if exists(place) else reference
+            return str(place) if os.path.exists(place) else reference
 
         return with_places(recipe, resolve)
 

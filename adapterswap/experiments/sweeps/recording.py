@@ -50,10 +50,10 @@ from adapterswap.kit.errors import (
     did_you_mean,
     visible,
 )
-from adapterswap.kit.files.folders import check_place, locked, refuse_strangers, replacing, strangers, sync_one
+from adapterswap.kit.files.folders import OutputKind, locked, replacing, sync
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.inside import files_inside
-from adapterswap.kit.files.text import exists, expand, read_json
+from adapterswap.kit.files.text import expand, read_json
 
 if TYPE_CHECKING:
     from adapterswap.experiments.sweeps.prepared import PreparedSweep
@@ -75,22 +75,22 @@ def check_out_path(
     Without `described` the folder is checked before anything is read, and its sweep is not compared.
     """
     folder = expand(folder)
-    check_place(folder, inputs)
-    if not exists(folder):
+    OutputKind.check_place(folder, inputs)
+    if not os.path.exists(folder):
         return Findings()
     if {path.name for path in folder.iterdir()} <= _BEFORE:
         files_inside(folder, ["**/*"], kind=DataError)  # before a file in it is locked or replaced
         return Findings()
-    if not exists(folder / SWEEP):
+    if not os.path.exists(folder / SWEEP):
         raise OutputError(
             f"{folder} already exists and is not the folder of a sweep", "Choose another path", parameter="out_path"
         )
     if overwrite:
-        refuse_strangers(folder, _strangers(folder))
+        _output_kind(folder).refuse_strangers(folder)
         files_inside(folder, [_LOCK], kind=DataError)  # links of other names are removed
         return Findings()
     run = Run.read(folder)
-    if run.results and not exists(folder / SAMPLES):
+    if run.results and not os.path.exists(folder / SAMPLES):
         raise RunError(
             f"{folder} has results but no {SAMPLES}/ beside them, so the sweep cannot be resumed",
             "Restore that folder, or choose another path",
@@ -165,7 +165,7 @@ class Recording:
 
     def begin(self, described: Mapping[str, Any]) -> None:
         """Write sweep.json, or compare `described` with it if it exists."""
-        if exists(self._folder / SWEEP):
+        if os.path.exists(self._folder / SWEEP):
             _compare(read_json(self._folder / SWEEP), described, self._folder)
             return
         text = visible(json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False))
@@ -197,7 +197,7 @@ class Recording:
             return
         path = prompts_file(self._folder, task)
         text = "".join(map(_line, questions))
-        if not exists(path):
+        if not os.path.exists(path):
             self._place(path, text)
         elif path.read_bytes() != text.encode("utf-8", "backslashreplace"):
             prompts = [json.loads(_line(row))["prompt"] for row in questions]
@@ -220,25 +220,25 @@ class Recording:
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
         path, line = self._folder / name, _line(content).encode("utf-8", "backslashreplace")
         with _explained(self._folder):
-            is_new = not exists(path)
+            is_new = not os.path.exists(path)
             with path.open("ab", buffering=0) as file:
                 before = file.tell()
                 try:
                     if file.write(line) != len(line):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-                    sync_one(path)
+                    sync(path)
                 except BaseException:
                     file.truncate(before)
                     raise
             if is_new:
-                sync_one(self._folder)
+                sync(self._folder)
 
     def _place(self, path: Path, text: str) -> None:
         """Write a file so that it is complete or absent."""
         with _explained(self._folder):
-            if not exists(path.parent):
+            if not os.path.exists(path.parent):
                 path.parent.mkdir()
-                sync_one(path.parent.parent)
+                sync(path.parent.parent)
             with replacing(path, path.with_name(path.name + _TMP)) as building:
                 building.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -247,23 +247,23 @@ def _line(content: Mapping[str, Any]) -> str:
     return visible(json.dumps(content, ensure_ascii=False, allow_nan=False, default=str)) + "\n"
 
 
-def _strangers(folder: Path) -> list[str]:
-    """Files that no sweep wrote; see `strangers`."""
+def _output_kind(folder: Path) -> OutputKind:
+    """The files that a sweep writes into this folder."""
     prompts = ["*.jsonl"]
     with suppress(AdapterswapError, TypeError, AttributeError):
         prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
     files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP, PREREGISTRATION]
-    return strangers(folder, None, names=[_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
+    return OutputKind(None, names=lambda: [_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
 
 
 def _clean_up(folder: Path) -> None:
     """Clean up after a killed sweep: cut off incomplete lines, and remove unfinished files."""
-    foreign = set(_strangers(folder))
+    foreign = _output_kind(folder).strangers(folder)
     for leftover in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
         if leftover.relative_to(folder).as_posix() not in foreign:
             leftover.unlink()
     for path in (folder / CELLS, folder / RUNGS):
-        if exists(path):
+        if os.path.exists(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
@@ -278,7 +278,7 @@ def _clear(folder: Path) -> None:
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     """Create the folder if necessary, and lock it."""
-    is_new = not exists(folder)
+    is_new = not os.path.exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / _LOCK, f"{folder} is being written by another sweep"):
@@ -343,7 +343,7 @@ class Preregistration:
             units: the units that the report is restricted to; None for all.
         """
         path = folder / PREREGISTRATION
-        if not exists(path):
+        if not os.path.exists(path):
             return None
         content = _read(path)
         registered, comparison = content["sweep"], content["comparison"]
@@ -420,15 +420,15 @@ def freeze(
     raw = text.encode("utf-8", "backslashreplace")
     registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
     folder = expand(out_path)
-    check_place(folder, prepared.inputs)
-    if any(exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
+    OutputKind.check_place(folder, prepared.inputs)
+    if any(os.path.exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
         raise RunError(
             f"{folder} contains a sweep that has already started, so it cannot be pre-registered",
             "Choose another path",
             parameter="out_path",
         )
     path = folder / PREREGISTRATION
-    if exists(path):
+    if os.path.exists(path):
         if sha256_of(path) == registered["sha256"]:
             return registered
         raise OutputError(
@@ -436,7 +436,7 @@ def freeze(
             "Choose another path, or delete it",
             parameter="out_path",
         )
-    if exists(folder) and any(folder.iterdir()):
+    if os.path.exists(folder) and any(folder.iterdir()):
         raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
     if not dry_run:
         try:

@@ -7,6 +7,7 @@ still running or was killed can be read too; an incomplete last line is ignored.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer
 from adapterswap.experiments.sweeps.grid import Assignment, Carrier, Cell
 from adapterswap.kit.errors import DataError, NotFoundError
 from adapterswap.kit.files.inside import files_inside
-from adapterswap.kit.files.text import as_row, exists, expand, json_lines, open_regular, read_json
+from adapterswap.kit.files.text import expand, json_lines, open_regular, read_json
 
 LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
@@ -212,12 +213,12 @@ class Run:
     def samples(self, cell: Cell) -> list[dict[str, Any]] | None:
         """What `read_samples` returns for a cell; None if the folder has no samples of it."""
         folder = self.folder_of(cell.cell)
-        return read_samples(folder, cell.cell) if exists(samples_file(folder, cell)) else None
+        return read_samples(folder, cell.cell) if os.path.exists(samples_file(folder, cell)) else None
 
     def prompts(self, task: str, cell: Cell) -> dict[int, str] | None:
         """The prompts of a task by document, from the folder that holds a cell; None if it has none."""
         folder = self.folder_of(cell.cell)
-        return read_prompts(folder, task) if exists(prompts_file(folder, task)) else None
+        return read_prompts(folder, task) if os.path.exists(prompts_file(folder, task)) else None
 
     @property
     def given_up(self) -> tuple[Cell, ...]:
@@ -269,7 +270,7 @@ class Run:
                 type, a score is not a finite number, or a line is of another sweep; or it links to files outside of it.
         """
         folder = expand(folder)
-        if not exists(folder / SWEEP):
+        if not os.path.exists(folder / SWEEP):
             raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
         files_inside(folder, ["**/*"], kind=DataError)
         described = read_json(folder / SWEEP, _REMEDY)
@@ -297,7 +298,7 @@ class Run:
 
 def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_Line, ...]:
     """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
-    if not exists(path):
+    if not os.path.exists(path):
         return ()
     with open_regular(path, _REMEDY) as file:
         raw = file.read()
@@ -348,7 +349,7 @@ def _read_lines(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     """The rows of a file, each of which has these fields."""
     with open_regular(path, _REMEDY) as file:
         try:
-            rows = [*json_lines(file, as_row)]
+            rows = [*json_lines(file, dict)]
         except ValueError as error:
             raise DataError(f"{path} is damaged: {error}", _AGAIN) from None
     for number, row in enumerate(rows, 1):

@@ -19,7 +19,7 @@ from typing import Any
 
 from adapterswap.core.model.checkpoints import model_fingerprints
 from adapterswap.kit.errors import OutputError, RunError
-from adapterswap.kit.files.folders import check_place, refuse_strangers, replacing, strangers, sync_folder, sync_one
+from adapterswap.kit.files.folders import OutputKind, replacing, sync
 from adapterswap.kit.files.text import read_json, write_json
 
 
@@ -77,9 +77,9 @@ class Checkpoints:
 
     def check(self, *, resume: bool = False, overwrite: bool = False, inputs: Iterable[str | Path | None] = ()) -> None:
         """Check that no unfinished run and no other file would be lost."""
-        check_place(self.folder, inputs)
-        if not resume:
-            refuse_strangers(self.folder, self._strangers())
+        OutputKind.check_place(self.folder, inputs)
+        if not resume and self.folder.is_dir():
+            OutputKind(None, names=self._names).refuse_strangers(self.folder)
         if self._complete() and not (resume or overwrite):
             raise RunError(
                 f"{self.folder} contains checkpoints of an unfinished run",
@@ -150,9 +150,6 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
             self.folder.rmdir()
 
-    def _strangers(self) -> list[str]:
-        return strangers(self.folder, None, names=self._names()) if self.folder.is_dir() else []
-
     def _names(self) -> list[str]:
         """The paths that training wrote there, in the form of `OutputKind.names`."""
         if not (self.folder / _RUN).is_file():
@@ -172,10 +169,10 @@ class Checkpoints:
 
 def complete(checkpoint: Path) -> None:
     """Mark a checkpoint whose files are all written, and sync it, as the one before it is removed next."""
-    sync_folder(checkpoint)
+    sync(checkpoint, whole=True)
     (checkpoint / _COMPLETE).touch()
     for folder in (checkpoint, checkpoint.parent):
-        sync_one(folder)
+        sync(folder)
 
 
 def link_weights(checkpoint: Path, folder: Path) -> None:

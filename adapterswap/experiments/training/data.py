@@ -42,7 +42,7 @@ from adapterswap.experiments.training.tokens import TokenCounts, Tokens, tokeniz
 from adapterswap.kit.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.text import as_row, expand, json_lines, loads, shown
+from adapterswap.kit.files.text import expand, json_lines, loads, shown
 
 _BUFFER = 10_000  # rows
 
@@ -233,7 +233,7 @@ def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                             raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
                         yield row
                 else:
-                    yield from json_lines(file, as_row, parse_constant=lambda _: None)
+                    yield from json_lines(file, dict, parse_constant=lambda _: None)
             except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 

@@ -225,7 +225,7 @@ def _texts(path: Path) -> Iterator[str]:
     if path.suffix == ".json":
         yield from _strings(loads(content))
     elif path.suffix == ".jsonl":
-        for texts in json_lines(content.split("\n"), _strings):
+        for texts in json_lines(content.split("\n"), _strings, any_value=True):
             yield from texts
     else:
         yield from content.splitlines()

@@ -31,7 +31,7 @@ from adapterswap.experiments.training.selection import (
     worn_out,
 )
 from adapterswap.kit.errors import FieldError, Problems, RunError, UnsupportedError
-from adapterswap.kit.files.folders import replacing, sync_folder
+from adapterswap.kit.files.folders import replacing, sync
 from adapterswap.kit.files.text import read_json
 from adapterswap.kit.processes import Processes
 from adapterswap.kit.progress import ProgressRow
@@ -230,7 +230,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
     def _keep(self, checkpoint: Path) -> None:
         """Add this checkpoint's weights to the best, then write the table, then remove weights no longer kept."""
         link_weights(checkpoint, self._best / checkpoint.name)
-        sync_folder(self._best)
+        sync(self._best, whole=True)
         kept = {f"checkpoint-{step}" for step in self._kept()}
         content = {"table": [asdict(row) for row in self._table]}
         with replacing(self._table_path, self._table_path.with_suffix(".tmp")) as building:

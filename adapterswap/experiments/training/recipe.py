@@ -10,6 +10,7 @@ conversions and format specs are refused, so a template can read nothing but the
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,8 +32,8 @@ from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
-from adapterswap.kit.files.models import FiniteModel, StrictModel, list_values, read_recipe
-from adapterswap.kit.files.text import exists, expand, is_folder
+from adapterswap.kit.files.models import StrictModel, read_recipe
+from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import MEMBER
 
 
@@ -89,7 +90,7 @@ SIDES: tuple[Side, Side] = ("task", "language")
 LORA_KEYS = ("r", "alpha", "rslora", "dropout", "target_modules", "modules_to_save")
 
 
-class AdapterOptions(FiniteModel):
+class AdapterOptions(StrictModel, allow_inf_nan=False):
     """The adapter: rank-stabilized LoRA on attention and MLPs, as in the second paper, with our choice of rank and α.
 
     `adapter: none`, short for `adapter: {method: none}`, trains the weights themselves.
@@ -149,7 +150,7 @@ class AdapterOptions(FiniteModel):
         return self
 
 
-class Simultaneous(FiniteModel):
+class Simultaneous(StrictModel, allow_inf_nan=False):
     """Train both sides of a partition in one run, in turns, each on its own rows (the second paper, section 4.5).
 
     Each step takes its rows from one side and changes only that side's modules. The other side's modules, and their
@@ -160,7 +161,7 @@ class Simultaneous(FiniteModel):
     steps_per_switch: int = Field(default=1, ge=1, description="Steps on one side before the other's turn.")
 
 
-class Quantization(FiniteModel):
+class Quantization(StrictModel, allow_inf_nan=False):
     """Keep the base in 4 or 8 bits, for adapters only (QLoRA, arXiv:2305.14314). Needs bitsandbytes."""
 
     bits: Literal[4, 8] = Field(default=4, description="Bits per weight.")
@@ -168,7 +169,7 @@ class Quantization(FiniteModel):
     double_quant: bool = Field(default=True, description="With 4 bits: quantize the quantization constants too.")
 
 
-class TrainingOptions(FiniteModel):
+class TrainingOptions(StrictModel, allow_inf_nan=False):
     """How the expert is trained. A step is one update of the weights, on batch_size × gradient_accumulation × processes
     rows.
     """
@@ -318,7 +319,9 @@ class DatasetSource(StrictModel):
         local = folder / expand(self.path)
         listed = self.data_files if isinstance(self.data_files, list) else [self.data_files or ""]
         names = [expand(name) for name in listed]
-        return [local / name for name in names] if is_folder(local) else [local, *(name for name in names if name.name)]
+        if os.path.isdir(local):
+            return [local / name for name in names]
+        return [local, *(name for name in names if name.name)]
 
     @field_validator("prompt", "completion", "text")
     @classmethod
@@ -345,7 +348,7 @@ class DatasetSource(StrictModel):
         if not self.from_files({"path": self.path}, (), info):
             return self  # made in Python
         folder = (info.context or {}).get("folder", Path())
-        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or exists(folder / self.path)
+        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or os.path.exists(folder / self.path)
         if (reason := foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))) is not None:
             raise ValueError(f"the dataset {reason}")
         return self
@@ -365,7 +368,7 @@ class Hygiene(StrictModel):
     on_overlap: Literal["drop", "refuse"] = Field(default="drop", description="Drop such rows, or refuse to train.")
 
 
-class Validation(FiniteModel):
+class Validation(StrictModel, allow_inf_nan=False):
     """Rows to hold out, as a share, a number, or from separate sources. Their loss is measured at the end.
 
     With `simultaneous`, each side has half of them.
@@ -393,6 +396,14 @@ class Validation(FiniteModel):
         return self
 
 
+def _list_values(value: Any) -> Any:
+    """A mapping's values that are not null, as a list; for list fields that a recipe may write as a mapping.
+
+    The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
+    """
+    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
+
+
 class TrainRecipe(StrictModel):
     """The recipe of an expert: its base, its rows and its training."""
 
@@ -413,7 +424,7 @@ class TrainRecipe(StrictModel):
         "chain}, a new adapter is trained on top of it.",
     )
     adapter: AdapterOptions = Field(default=AdapterOptions(), description="The adapter.")
-    datasets: Annotated[list[DatasetSource], BeforeValidator(list_values)] = Field(
+    datasets: Annotated[list[DatasetSource], BeforeValidator(_list_values)] = Field(
         min_length=1, description="Sources of rows, joined and shuffled: a list, or a mapping with your own names."
     )
     samples_per_side: int | None = Field(

@@ -27,8 +27,7 @@ from adapterswap.core import (
     write_adapter,
 )
 from adapterswap.core.companions.companions import CompanionPlan
-from adapterswap.core.companions.tokenizer import clashes, read_tokens
-from adapterswap.core.experts.adapter import and_more
+from adapterswap.core.companions.tokenizer import token_clashes
 from adapterswap.core.model.sources import Reference
 from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
@@ -111,8 +110,11 @@ def _check_kind(adapter: Adapter) -> None:
     problems, others = Problems(UnsupportedError), [*adapter.opaque.values()]
     fused = [module for module in adapter.modules.values() if module.parameter]
     if others:
-        names = and_more([part.name for part in others])
-        problems.add(f"The start is {others[0].method} ({names}), and training can only start from LoRA", MERGE_INSTEAD)
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        problems.add(
+            f"The start is {others[0].method} ({others[0].name}{more}), and training can only start from LoRA",
+            MERGE_INSTEAD,
+        )
     if adapter.saved:
         part = next(iter(adapter.saved.values()))
         problems.add(f"The start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
@@ -150,8 +152,7 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
             f"on {base.source.revision}",
             f"Set `base_model: {base.source.name}@{config.revision or 'main'}`",
         )
-    ours, theirs = read_tokens(base.source.folder), read_tokens(adapter.source.folder)
-    if ours and theirs and (differing := clashes(ours, theirs)):
+    if differing := token_clashes(base.source.folder, adapter.source.folder):
         problems.add(
             f"The tokenizer beside the start is not the base's: {differing[0]}",
             "Train on a base with the start's tokenizer, or remove it from the start's folder if it is not in use",

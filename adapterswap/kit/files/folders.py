@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from adapterswap.kit.errors import ExpertError, OutputError
 from adapterswap.kit.files.hashes import fingerprint
-from adapterswap.kit.files.text import exists, expand, read_small, write_json
+from adapterswap.kit.files.text import expand, read_small, write_json
 
 _PREFIX = "adapterswap-"
 _LOCK = "adapterswap.lock"
@@ -97,7 +97,7 @@ class FileKind:
         Args:
             target: the file to write. A symlink stands for the file that it points to.
             overwrite: replace `target` if it is of this kind.
-            inputs: everything that is read; see `check_inputs`.
+            inputs: files and folders that are read, which the output may not overlap.
         """
         target, inputs = expand(target), tuple(inputs)
         self.check(target, overwrite=overwrite, inputs=inputs)
@@ -120,7 +120,7 @@ class FileKind:
                 raise OutputError(
                     f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
                 )
-            check_inputs(target, inputs)
+            _check_inputs(target, inputs)
             if target.exists() and not self.wrote(target):
                 raise OutputError(
                     f"This command did not write {target}",
@@ -172,7 +172,7 @@ class OutputKind:
             target: the folder to create, with its parents. A symlink stands for the folder that it points to. An empty
                 folder counts as absent.
             overwrite: replace `target` if it is of this kind. It stays unchanged until the new folder is complete.
-            inputs: everything that is read; see `check_inputs`.
+            inputs: files and folders that are read, which the output may not overlap.
         """
         target, inputs = expand(target), tuple(inputs)
         self.check(target, overwrite=overwrite, inputs=inputs)
@@ -185,7 +185,7 @@ class OutputKind:
                 yield building
                 if self.record is not None:
                     _add_list(building, self.record)
-                sync_folder(building)
+                sync(building, whole=True)
                 if overwrite:
                     self.check(target, overwrite=True, inputs=inputs)  # again: this may have taken hours
                 _publish(building, place, target, overwrite=overwrite)
@@ -205,12 +205,83 @@ class OutputKind:
             place = Path(os.path.realpath(target))
             if os.path.lexists(target) and not place.is_dir() and not overwrite:
                 raise _exists(target)
-            check_place(target, inputs)
+            self.check_place(target, inputs)
             if not place.is_dir() or _is_empty(place):
                 return
             if not overwrite:
                 raise _exists(target)
-            refuse_strangers(target, strangers(place, self))
+            self.refuse_strangers(target)
+
+    @staticmethod
+    def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
+        """Check whether a folder may be written at `target`, regardless of what is in it now."""
+        with _os_errors(target):
+            if target.exists() and not target.is_dir():
+                raise OutputError(
+                    f"{target} is a file, but the output is a folder", "Choose another path", parameter="out_path"
+                )
+            _check_inputs(target, inputs)
+
+    def refuse_strangers(self, target: Path) -> None:
+        """Raise an `OutputError` that names the files in the folder `target` that no command of this kind wrote."""
+        if foreign_paths := self.strangers(target):
+            more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
+            raise OutputError(
+                f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
+                f"Move them away or choose another path: {_SAME_KIND}",
+                parameter="out_path",
+            )
+
+    def strangers(self, folder: Path) -> list[str]:
+        """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash,
+        and weights and a model card that were changed since say so.
+        """
+        known_names, prints = self._known_files(folder)
+        expected = [tuple(name.rstrip("/").split("/")) for name in known_names]
+        foreign_paths: list[str] = []
+        printed: list[str] = []
+
+        def wrote(entry: os.DirEntry[str]) -> bool:
+            return self.files is None or (entry.is_file(follow_symlinks=False) and self.files.wrote(entry.path))
+
+        def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
+            with os.scandir(place) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
+            for entry in entries:
+                path = (*within, entry.name)
+                fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
+                is_folder = entry.is_dir(follow_symlinks=False)
+                deeper = [name for name in fitting if len(name) > len(path)]
+                if is_folder and any(name[len(path)] == "**" for name in deeper):
+                    continue
+                if is_folder and deeper:
+                    look(Path(entry.path), path, deeper)
+                elif is_folder and fitting and not os.listdir(entry.path):
+                    continue  # an empty folder that the command made
+                elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
+                    foreign_paths.append("/".join(path) + "/" * is_folder)
+                elif "/".join(path) in prints:
+                    printed.append("/".join(path))
+
+        look(folder, (), expected)
+        changed = (name for name, now in self.prints_of(folder, printed).items() if prints[name] != now)
+        return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
+
+    def _known_files(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+        """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints
+        according to its record."""
+        if self.record is None:
+            return self.names(), {}
+        try:
+            record = json.loads(read_small(folder / self.record, "", limit=_MAX_RECORD))
+        except (ExpertError, ValueError, RecursionError):
+            return (), {}
+        if not isinstance(record, dict) or not self.is_ours(record):
+            return (), {}
+        listed, prints = record.get(self.LIST), record.get(self.PRINTS)
+        if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
+            return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
+        return self.names(), {}
 
     @staticmethod
     def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -221,28 +292,7 @@ class OutputKind:
         return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
 
 
-def check_place(target: Path, inputs: Iterable[str | Path | None] = ()) -> None:
-    """Check whether a folder may be written at `target`, regardless of what is in it now."""
-    with _os_errors(target):
-        if target.exists() and not target.is_dir():
-            raise OutputError(
-                f"{target} is a file, but the output is a folder", "Choose another path", parameter="out_path"
-            )
-        check_inputs(target, inputs)
-
-
-def refuse_strangers(target: Path, foreign_paths: Sequence[str]) -> None:
-    """Raise an `OutputError` that names the files that `strangers` returned for `target`, if there are any."""
-    if foreign_paths:
-        more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
-        raise OutputError(
-            f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
-            f"Move them away or choose another path: {_SAME_KIND}",
-            parameter="out_path",
-        )
-
-
-def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
+def _check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
     """Check that an output does not overlap any input.
 
     Args:
@@ -259,7 +309,7 @@ def check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
         )
     for given_input in inputs:
         source = None if given_input is None else expand(given_input)
-        if source is None or not exists(source):
+        if source is None or not os.path.exists(source):
             continue
         for location in _locations(source):
             if _contains(place, location) or _contains(location, place):
@@ -295,69 +345,6 @@ def _contains(folder: Path, path: Path) -> bool:
     return False
 
 
-def strangers(folder: Path, kind: OutputKind | None, *, names: Iterable[str] = ()) -> list[str]:
-    """The paths in `folder` that no command of this kind wrote, relative to it; a folder's path ends with a slash, and
-    weights and a model card that were changed since say so.
-
-    `names` are further paths that the command writes, as in `OutputKind.names`.
-    """
-    known_names, prints = _known_files(folder, kind)
-    expected = [tuple(name.rstrip("/").split("/")) for name in (*known_names, *names)]
-    foreign_paths: list[str] = []
-    printed: list[str] = []
-
-    def wrote(entry: os.DirEntry[str]) -> bool:
-        files = None if kind is None else kind.files
-        return files is None or (entry.is_file(follow_symlinks=False) and files.wrote(entry.path))
-
-    def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
-        with os.scandir(place) as scan:
-            entries = sorted(scan, key=lambda entry: entry.name)
-        for entry in entries:
-            path = (*within, entry.name)
-            fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
-            is_folder = entry.is_dir(follow_symlinks=False)
-            deeper = [name for name in fitting if len(name) > len(path)]
-            if is_folder and any(name[len(path)] == "**" for name in deeper):
-                continue
-            if is_folder and deeper:
-                look(Path(entry.path), path, deeper)
-            elif is_folder and fitting and not os.listdir(entry.path):
-                continue  # an empty folder that the command made
-            elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
-                foreign_paths.append("/".join(path) + "/" * is_folder)
-            elif "/".join(path) in prints:
-                printed.append("/".join(path))
-
-    look(folder, (), expected)
-    changed = (name for name, now in OutputKind.prints_of(folder, printed).items() if prints[name] != now)
-    return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
-
-
-def _known_files(folder: Path, kind: OutputKind | None) -> tuple[Sequence[str], Mapping[str, str]]:
-    """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints
-    according to its record."""
-    if kind is None:
-        return (), {}
-    if kind.record is None:
-        return kind.names(), {}
-    try:
-        record = json.loads(read_small(folder / kind.record, "", limit=_MAX_RECORD))
-    except (ExpertError, ValueError, RecursionError):
-        return (), {}
-    if not isinstance(record, dict) or not kind.is_ours(record):
-        return (), {}
-    listed, prints = record.get(OutputKind.LIST), record.get(OutputKind.PRINTS)
-    if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
-        return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
-    return kind.names(), {}
-
-
-def files_in(folder: Path) -> list[Path]:
-    """All files in a folder, at any depth."""
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
 def _add_list(folder: Path, record: str) -> None:
     """Add the list of files in `folder`, and the fingerprints of its weights and card, to its record."""
     names = sorted(
@@ -374,17 +361,16 @@ def _add_list(folder: Path, record: str) -> None:
     )
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync `folder` and everything in it to disk: otherwise a renamed file could be empty after a power loss."""
-    for place, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            if not os.path.islink(path := os.path.join(place, name)):
-                sync_one(path)
-        sync_one(place)
+def sync(path: str | Path, *, whole: bool = False) -> None:
+    """Sync a file, or a folder's list of names, to disk: otherwise a renamed file could be empty after a power loss.
 
-
-def sync_one(path: str | Path) -> None:
-    """Sync a file, or a folder's list of names, to disk. Windows syncs what is open for writing, and no folders."""
+    `whole` syncs everything in a folder first. Windows syncs only what is open for writing, and no folders.
+    """
+    if whole:
+        for place, folders, files in os.walk(path, topdown=False):
+            for name in (*files, *folders):
+                if not os.path.islink(inner := os.path.join(place, name)):
+                    sync(inner)
     if _WINDOWS and os.path.isdir(path):
         return
     descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
@@ -410,9 +396,9 @@ def replacing(path: Path, building: Path) -> Iterator[Path]:
     """
     try:
         yield building
-        sync_one(building)
+        sync(building)
         building.replace(path)
-        sync_one(path.parent)
+        sync(path.parent)
     finally:
         building.unlink(missing_ok=True)
 
@@ -438,7 +424,7 @@ def _parents(parent: Path) -> Iterator[None]:
         parent.mkdir(parents=True, exist_ok=True)
         yield
         for folder in new_folders:
-            sync_one(folder.parent)
+            sync(folder.parent)
     except BaseException:
         with suppress(OSError):
             for folder in new_folders:
@@ -517,7 +503,7 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
                 f"Another process created {target} in the meantime", "Choose another path", parameter="out_path"
             ) from None
         raise
-    sync_one(place.parent)
+    sync(place.parent)
     if retired is not None:
         shutil.rmtree(retired.rename(building), ignore_errors=True)
 

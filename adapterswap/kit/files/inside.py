@@ -88,19 +88,6 @@ def read_inside(
     return content
 
 
-def text_inside(
-    folder: Path, name: str, *, limit: int = _MOST, kind: type[AdapterswapError] = ExpertError
-) -> str | None:
-    """The text of the file `name` of a folder, which must be UTF-8; None if there is none. Raises as `read_inside`."""
-    content = read_inside(folder, name, limit=limit, kind=kind)
-    if content is None:
-        return None
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise kind(f"{folder / name} is not UTF-8 text: {error.reason}", "Save it as UTF-8") from None
-
-
 def copy_inside(folder: Path, name: str, target: Path, *, kind: type[AdapterswapError] = ExpertError) -> bool:
     """Copy the file `name` of a folder to the path `target`; False if there is none. Raises as `read_inside`.
 

@@ -26,7 +26,7 @@ from pydantic_core import PydanticKnownError
 from adapterswap.kit.errors import AdapterswapError, FieldError, Problem, Problems, did_you_mean
 from adapterswap.kit.files.plain import Plain
 from adapterswap.kit.files.text import shown
-from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Layer, Location, check_kind, read_content
+from adapterswap.kit.files.yaml import MEMBER, FieldMistake, Location, RecipeFile, check_kind
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel | Plain)
 
@@ -123,20 +123,6 @@ def _names_of(item: tuple[str, FieldInfo]) -> list[str]:
     return list(dict.fromkeys([field.alias or name, *map(str, aliases)]))
 
 
-class FiniteModel(StrictModel):
-    """A model whose numbers are finite: `.inf` is valid YAML, but not a valid rate, rank or norm."""
-
-    model_config = ConfigDict(allow_inf_nan=False)
-
-
-def list_values(value: Any) -> Any:
-    """A mapping's values that are not null, as a list; for list fields that a recipe may write as a mapping.
-
-    The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
-    """
-    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
-
-
 def read_recipe(
     path: str | Path,
     model: type[_AnyModel],
@@ -151,34 +137,34 @@ def read_recipe(
         path: the recipe.
         model: the model that checks it.
         overrides: see `apply_overrides`.
-        paths: keys of local paths, such as `datasets.*.path`; see `read_content`.
+        paths: keys of local paths, such as `datasets.*.path`; see `RecipeFile.read`.
         kind: one of `MARKS`; a recipe of another kind is refused as such.
     """
-    content, layers = read_content(path, overrides, paths=paths)
+    file = RecipeFile.read(path, overrides, paths=paths)
     if kind is not None:
-        check_kind(content, kind, path)
-    recipe = validate(content, model, where=str(path), layers=layers)
+        check_kind(file.content, kind, path)
+    recipe = validate(file.content, model, where=str(path), file=file)
     if isinstance(recipe, StrictModel | Plain):
-        recipe._files = tuple(dict.fromkeys(layer.path for layer in layers))
+        recipe._files = file.files
     return recipe
 
 
-def validate(content: Any, model: type[_AnyModel], *, where: str = "", layers: Sequence[Layer] = ()) -> _AnyModel:
+def validate(content: Any, model: type[_AnyModel], *, where: str = "", file: RecipeFile | None = None) -> _AnyModel:
     """`content` as a `model`, or a `FieldError` that lists every mistake.
 
-    `where` names the text or the file with the mistake, unless one of `layers` made it: then that file is named.
+    `where` names the text or the file with the mistake, unless a part of `file` made it: then that file is named.
     Without it, `content` is arguments, so messages name parameters, which the command line prints as flags.
     """
     if issubclass(model, Plain):
         read = model.quickly(content)
-        return read or model.of_model(validate(content, model.model(), where=where, layers=layers))
+        return read or model.of_model(validate(content, model.model(), where=where, file=file))
     assert issubclass(model, BaseModel)
     try:
         # The recipe's folder, for what a field lists on disk; and what `StrictModel.from_files` needs.
-        context = {"folder": Path(where).parent, _OVERRIDDEN: layers[-1].content if layers else None}
+        context = {"folder": Path(where).parent, _OVERRIDDEN: file.layers[-1].content if file else None}
         return model.__pydantic_validator__.validate_python(content, context=context)  # type: ignore[no-any-return]
     except ValidationError as error:
-        raise _explained(error, content, model, where, layers) from None
+        raise _explained(error, content, model, where, file) from None
 
 
 def _explained(
@@ -186,7 +172,7 @@ def _explained(
     content: Any,
     model: type[BaseModel],
     where: str,
-    layers: Sequence[Layer] = (),
+    file: RecipeFile | None = None,
     *,
     called: bool = False,
 ) -> AdapterswapError:
@@ -195,7 +181,8 @@ def _explained(
     for details in error.errors(include_url=False):
         file_location = _as_written(details["loc"], content)
         # A missing key is a mistake of the file that wrote the mapping around it.
-        source = Layer.that_sets(layers, file_location[:-1] if details["type"] == "missing" else file_location)
+        setting = file_location[:-1] if details["type"] == "missing" else file_location
+        source = file.source_of(setting) if file else None
         problem = _explain(details, file_location, model)
         place, message = str(source or where), problem.message
         if place:
@@ -205,7 +192,7 @@ def _explained(
 
 
 def _as_written(location: Location, content: Any) -> tuple[int | str, ...]:
-    """`location` as written in the recipe, with the keys of mappings that `list_values` turned into lists."""
+    """`location` as written in the recipe, with the keys of mappings that validators turned into lists."""
     steps: list[int | str] = []
     for step in location:
         if isinstance(step, str) and (step.startswith(MEMBER) or step == "[key]"):

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.kit.errors import ExpertError, UnsupportedError
+from adapterswap.kit.errors import UnsupportedError
 
 _NUMPY = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -73,7 +73,15 @@ _MOVING = threading.Lock()  # a system without positioned access moves the posit
 
 
 def read_at(file: int, into: memoryview, offset: int) -> int:
-    """Read bytes at `offset` of an open file into a buffer; how many there were, 0 at the end."""
+    """Fill a buffer with the bytes at `offset` of an open file; returns how many there were before the file's end."""
+    bytes_read = 0
+    while bytes_read < len(into) and (count := _read_some(file, into[bytes_read:], offset + bytes_read)):
+        bytes_read += count
+    return bytes_read
+
+
+def _read_some(file: int, into: memoryview, offset: int) -> int:
+    """Read bytes at `offset` of an open file into a buffer; how many, 0 at the end of the file."""
     if hasattr(os, "preadv"):
         return os.preadv(file, [into], offset)
     with _MOVING:
@@ -102,12 +110,6 @@ def write_at(output: int, data: Bytes, offset: int) -> None:
 def row_ranges(total: int, step: int) -> Sequence[tuple[int, int]]:
     """Ranges that cover 0 to `total`; one empty range for a tensor without elements."""
     return [(start, min(start + step, total)) for start in range(0, total, step)] or [(0, 0)]
-
-
-def not_finite(expert: str, key: str) -> ExpertError:
-    return ExpertError(
-        f"{key} of the expert {expert!r} holds NaN or infinity", "Its training diverged: use an earlier checkpoint"
-    )
 
 
 def too_large(name: str, dtype: str = "F32") -> UnsupportedError:

@@ -16,14 +16,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, GetCoreSchemaHandler, SerializationInfo
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _REQUIRED: Any = object()
-_VALIDATES = "_validates"  # the attribute of a validator that says which fields it is for, and when
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Field:
         ge, gt, le, min_length: bounds, as pydantic has them.
         alias: another key under which it is read.
         kind: returns its type for pydantic, if that says more than the annotation.
+        before, after: change the value before, or after, it is read as the field's type; or raise a `ValueError`.
         validate_default: whether pydantic validates the default.
     """
 
@@ -47,6 +46,8 @@ class Field:
     min_length: int | None = None
     alias: str | None = None
     kind: Callable[[], Any] | None = None
+    before: Callable[[Any], Any] | None = None
+    after: Callable[[Any], Any] | None = None
     validate_default: bool = False
 
     @property
@@ -74,21 +75,10 @@ field: Any = Field
 """Declares a field of a `Declared` class."""
 
 
-def validates(*names: str, mode: Literal["before", "after"] = "before") -> Callable[[_Function], _Function]:
-    """Mark a function of a class as the validator of these fields: it returns the value, or raises a `ValueError`."""
-
-    def mark(function: _Function) -> _Function:
-        setattr(function, _VALIDATES, (names, mode))
-        return function
-
-    return mark
-
-
 class Declared:
     """An immutable object with declared fields. Its methods are named as pydantic's, and do the same."""
 
     model_fields: ClassVar[Mapping[str, Field]] = MappingProxyType({})
-    _validators: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     _set: frozenset[str]
     _files: tuple[Path, ...] = ()
 
@@ -101,7 +91,6 @@ class Declared:
             if "ClassVar" not in str(own["__annotations__"][name])
         }
         cls.model_fields = {**cls.model_fields, **fields}
-        cls._validators = {**cls._validators, **{name: f for name, f in own.items() if hasattr(f, _VALIDATES)}}
         for name in fields:
             if name in own:
                 delattr(cls, name)
@@ -307,14 +296,10 @@ class Plain(Declared):
 
     @classmethod
     def _value(cls, name: str, value: Any) -> Any:
-        validators: list[Any] = [(f, getattr(f, _VALIDATES)) for f in cls._validators.values()]
-        for function, (names, mode) in validators:
-            value = function(cls, value) if name in names and mode == "before" else value
-        value = quick(cls._hints()[name], value)
-        cls.model_fields[name].check(value)
-        for function, (names, mode) in validators:
-            value = function(cls, value) if name in names and mode == "after" else value
-        return value
+        declared = cls.model_fields[name]
+        value = quick(cls._hints()[name], declared.before(value) if declared.before else value)
+        declared.check(value)
+        return declared.after(value) if declared.after else value
 
     @classmethod
     def model_base(cls) -> type[BaseModel]:
@@ -380,7 +365,7 @@ def _hints_of(cls: type[Declared]) -> dict[str, Any]:
 
 @cache
 def _model_of(cls: type[Declared]) -> type[BaseModel]:
-    from pydantic import AliasChoices, Field, create_model, field_validator, model_validator
+    from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, create_model, model_validator
 
     fields: dict[str, Any] = {}
     for name, declared in cls.model_fields.items():
@@ -388,12 +373,10 @@ def _model_of(cls: type[Declared]) -> type[BaseModel]:
         options |= {"validation_alias": AliasChoices(name, declared.alias)} if declared.alias else {}
         options |= {} if declared.default is _REQUIRED else {"default": declared.default}
         options |= {"validate_default": True} if declared.validate_default else {}
-        fields[name] = (declared.kind() if declared.kind else cls._hints()[name], Field(**options))
-    validators: dict[str, Any] = {}
-    for name, function in cls._validators.items():
-        names, mode = getattr(function, _VALIDATES)
-        mark: Any = field_validator(*names, mode=mode)
-        validators[name] = mark(classmethod(function))
+        kind = declared.kind() if declared.kind else cls._hints()[name]
+        kind = Annotated[kind, AfterValidator(declared.after)] if declared.after else kind
+        kind = Annotated[kind, BeforeValidator(declared.before)] if declared.before else kind
+        fields[name] = (kind, Field(**options))
 
     def prepared(model: Any, content: Any) -> Any:
         return cls.prepared(content)
@@ -402,7 +385,7 @@ def _model_of(cls: type[Declared]) -> type[BaseModel]:
         cls.of_model(read).check()
         return read
 
-    validators |= {
+    validators: dict[str, Any] = {
         "prepared": model_validator(mode="before")(classmethod(prepared)),  # type: ignore[arg-type]
         "checked": model_validator(mode="after")(checked),
     }

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.hashes import stamp
-from adapterswap.kit.files.numbers import Bytes, Dtype, not_finite, read_at
+from adapterswap.kit.files.numbers import Bytes, Dtype, read_at
 from adapterswap.kit.files.text import check_pointer, open_regular, shown
 
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
@@ -47,18 +47,22 @@ class Tensor:
     def nbytes(self) -> int:
         return self.stop - self.start
 
+    def not_finite(self, expert: str) -> ExpertError:
+        """The error for NaN or infinity in this tensor of an expert."""
+        return ExpertError(
+            f"{self.name} of the expert {expert!r} holds NaN or infinity",
+            "Its training diverged: use an earlier checkpoint",
+        )
+
     def read_bytes(self, file: int, start: int, stop: int) -> Bytes:
         """Read bytes `start` to `stop` of this tensor, from the open file `file`."""
         raw = np.empty(stop - start, np.uint8)
-        bytes_read = 0
-        while bytes_read < raw.size:
-            try:
-                count = read_at(file, raw[bytes_read:].data, self.start + start + bytes_read)
-            except OSError as error:
-                raise ExpertError(f"{self.name} cannot be read: {error.strerror}", "Check the disk") from None
-            if count == 0:
-                raise ExpertError(f"The file ends in the middle of {self.name}", _AGAIN)
-            bytes_read += count
+        try:
+            is_whole = read_at(file, raw.data, self.start + start) == raw.size
+        except OSError as error:
+            raise ExpertError(f"{self.name} cannot be read: {error.strerror}", "Check the disk") from None
+        if not is_whole:
+            raise ExpertError(f"The file ends in the middle of {self.name}", _AGAIN)
         return raw
 
     def read_elements(self, expert: str, file: int, start: int, stop: int) -> npt.NDArray[np.float32]:
@@ -66,7 +70,7 @@ class Tensor:
         size = Dtype.BYTES[self.dtype]
         raw = self.read_bytes(file, start * size, stop * size)
         if not Dtype(self.dtype).is_finite(raw):
-            raise not_finite(expert, self.name)
+            raise self.not_finite(expert)
         return Dtype(self.dtype).unpack(raw, (stop - start,))
 
     def read_numbers(self, expert: str, file: int) -> npt.NDArray[np.float32]:

@@ -52,30 +52,7 @@ def csv_text(name: str) -> str:
 
 def expand(path: str | Path) -> Path:
     """`path` with a leading `~` or `~user` replaced by that user's home folder, if the user exists."""
-    with suppress(RuntimeError):
-        return Path(path).expanduser()
-    return Path(path)
-
-
-def expand_text(reference: str) -> str:
-    """Like `expand`, for text that may be a Hub id: text that does not begin with `~` is returned unchanged."""
-    return str(expand(reference)) if reference.startswith("~") else reference
-
-
-def exists(path: Path) -> bool:
-    """Whether `path` exists; False if it is not a valid path."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
-
-
-def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder that you can access; False if it is not a valid path."""
-    try:
-        return path.is_dir()
-    except (OSError, ValueError):
-        return False
+    return Path(os.path.expanduser(path))
 
 
 def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = ExpertError) -> BufferedReader:
@@ -209,9 +186,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_lines(
-    lines: Iterable[str | bytes], make: Callable[[Any], _T], *, parse_constant: Callable[[str], Any] | None = None
+    lines: Iterable[str | bytes],
+    make: Callable[[Any], _T],
+    *,
+    any_value: bool = False,
+    parse_constant: Callable[[str], Any] | None = None,
 ) -> Iterator[_T]:
-    """What `make` returns for the value in each line of JSON Lines, such as `as_row`; empty lines are skipped.
+    """What `make` returns for the object in each line of JSON Lines, such as `dict`; empty lines are skipped.
+
+    Args:
+        lines: the lines.
+        make: is called with a line's value.
+        any_value: accept values that are not objects too.
+        parse_constant: as in `json.loads`.
 
     Raises:
         ValueError: a line cannot be read, or `make` refuses its value; says which line.
@@ -222,7 +209,10 @@ def json_lines(
             text = (line if isinstance(line, str) else line.decode()).strip()
             if not text:
                 continue
-            made = make(loads(text, parse_constant))
+            value = loads(text, parse_constant)
+            if not (any_value or isinstance(value, dict)):
+                raise ValueError(f"{shown(value)} is not an object with keys and values")
+            made = make(value)
         except AdapterswapError as error:
             raise error.within(f"line {number}") from None
         except json.JSONDecodeError as error:
@@ -232,10 +222,3 @@ def json_lines(
             reason = f"it has no {error}" if isinstance(error, KeyError) else reason_of(error)
             raise ValueError(f"line {number} cannot be read: {reason}") from None
         yield made
-
-
-def as_row(value: Any) -> dict[str, Any]:
-    """A row of a file; ValueError for a value that is not an object."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{shown(value)} is not an object with keys and values")
-    return value

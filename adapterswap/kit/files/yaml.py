@@ -24,8 +24,9 @@ from adapterswap.kit.errors import (
     FieldError,
     NotFoundError,
     Problems,
+    did_you_mean,
 )
-from adapterswap.kit.files.text import exists, expand, read_small, shown
+from adapterswap.kit.files.text import expand, read_small, shown
 
 _MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
 
@@ -33,7 +34,7 @@ _MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the w
 def load_yaml(path: str | Path) -> dict[str, Any]:
     """Read the mapping in a YAML file."""
     path = Path(path)
-    if not exists(path):
+    if not os.path.exists(path):
         raise NotFoundError(f"{path} does not exist", "Pass the path of a recipe (YAML)", parameter="recipe")
     raw = read_small(path, "Pass the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
     try:
@@ -112,7 +113,7 @@ MARKS = {"train": "datasets", "compose": "experts", "sweep": "task_experts"}
 def find_recipe(reference: str | Path, kind: str = "") -> Path:
     """The recipe's file: `reference` itself if it is a file, else the shipped recipe of that name."""
     path = expand(reference)
-    if exists(path) and not path.is_dir():  # a pipe or a device is refused when it is read
+    if os.path.exists(path) and not path.is_dir():  # a pipe or a device is refused when it is read
         return path
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
@@ -120,7 +121,7 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     if str(reference) in shipped_recipes():
         raise _other_kind(reference, str(reference).partition("/")[0], kind)
     remedy = f"Use a YAML file, or {_near_names(str(reference), kind)}"
-    if exists(path / "adapter_config.json"):
+    if os.path.exists(path / "adapter_config.json"):
         if kind == "compose":
             remedy = "Pass experts with `task_expert` and `language_expert`"
         raise ArgumentError(f"{reference} is an adapter, not a recipe", remedy, parameter="recipe")
@@ -151,17 +152,81 @@ class Layer:
     path: Path
     content: dict[str, Any]
 
-    @staticmethod
-    def of_recipe(path: str | Path) -> list[Layer]:
-        """Read the files of a recipe, in the order in which they are merged; the recipe itself is last."""
-        layers: list[Layer] = []
-        _collect(Path(path), (), layers)
-        return layers
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe as plain data, and the files that it consists of.
+
+    Attributes:
+        content: what the files and the overrides say together.
+        layers: the files in the order in which they are merged, the recipe itself, and then the keys of overrides.
+    """
+
+    content: dict[str, Any]
+    layers: Sequence[Layer]
 
     @staticmethod
-    def that_sets(layers: Sequence[Layer], location: Location) -> Path | None:
+    def read(path: str | Path, overrides: Iterable[str] = (), *, paths: Iterable[str] = ()) -> RecipeFile:
+        """Read a recipe.
+
+        Args:
+            path: the recipe.
+            overrides: see `apply_overrides`.
+            paths: keys whose values may be local paths; `*` matches any one key or position. If a fragment sets such a
+                path and it exists relative to the fragment, it is made relative to the recipe's folder.
+        """
+        layers: list[Layer] = []
+        _collect(Path(path), (), layers)
+        content: Any = merge_layers(layers)
+        for pattern in paths:
+            content = _relocated(content, pattern.split("."), (), layers)
+        overrides = list(overrides)
+        return RecipeFile(apply_overrides(content, overrides), [*layers, Layer(Path(path), _overridden(overrides))])
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files, each once."""
+        return tuple(dict.fromkeys(layer.path for layer in self.layers))
+
+    @property
+    def kind(self) -> str:
+        """Its kind: train, compose or sweep.
+
+        Raises:
+            FieldError: it has the mark of none, or of several.
+        """
+        kinds = [name for name, mark in MARKS.items() if mark in self.content]
+        if len(kinds) == 1:
+            return kinds[0]
+        marks = ", ".join(f"`{mark}` ({name})" for name, mark in MARKS.items())
+        remedies = (did_you_mean(key, MARKS.values(), "") for key in sorted(self.content) if not kinds)
+        fragment = "Pass a whole recipe; to check a fragment, check a recipe that extends it"
+        raise FieldError(
+            f"{self.layers[-1].path} must have exactly one of these keys, "
+            f"but has {'several' if kinds else 'none'}: {marks}",
+            next(filter(None, remedies), fragment),
+            parameter="path",
+        )
+
+    def with_names(self, name_of: Callable[[Path], str]) -> str:
+        """The recipe's own text, comments included, with `name_of` each file that it extends in its `extends`."""
+        from adapterswap.kit.files import yaml_text
+
+        yaml, text, file = yaml_text.round_trip(), io.StringIO(), self.layers[-1].path
+        content = yaml.load(file.read_text(encoding="utf-8"))
+        if "extends" in content:
+            content["extends"] = [name_of(_find_fragment(name, file)) for name in _take_names(dict(content), file)]
+        yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
+        yaml.dump(content, text)
+        return text.getvalue()
+
+    def source_of(self, location: Location) -> Path | None:
         """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
-        return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
+        return _source_of(location, self.layers)
+
+
+def _source_of(location: Location, layers: Sequence[Layer]) -> Path | None:
+    return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
 
 
 def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
@@ -203,23 +268,10 @@ def _take_names(content: dict[str, Any], path: Path) -> list[str]:
     return names
 
 
-def with_names(file: Path, name_of: Callable[[Path], str]) -> str:
-    """The text of a recipe, comments included, with `name_of` each file that it extends in its `extends`."""
-    from adapterswap.kit.files import yaml_text
-
-    yaml, text = yaml_text.round_trip(), io.StringIO()
-    content = yaml.load(file.read_text(encoding="utf-8"))
-    if "extends" in content:
-        content["extends"] = [name_of(_find_fragment(name, file)) for name in _take_names(dict(content), file)]
-    yaml.default_flow_style = None  # the new list goes on one line; the rest keeps its style
-    yaml.dump(content, text)
-    return text.getvalue()
-
-
 def _find_fragment(name: str, path: Path) -> Path:
     """The file to which `name` refers in the recipe at `path`."""
     local = path.parent / expand(name)
-    if exists(local) and local.is_file():
+    if os.path.exists(local) and local.is_file():
         return local
     shipped = shipped_recipes()
     if name in shipped:
@@ -328,24 +380,6 @@ def _other_kind(reference: str | Path, other: str, kind: str) -> FieldError:
     )
 
 
-def read_content(
-    path: str | Path, overrides: Iterable[str] = (), *, paths: Iterable[str] = ()
-) -> tuple[dict[str, Any], list[Layer]]:
-    """Read a recipe as plain data; also returns the files that it consists of.
-
-    Args:
-        path: the recipe.
-        overrides: see `apply_overrides`.
-        paths: keys whose values may be local paths; `*` matches any one key or position. If a fragment sets such a path
-            and it exists relative to the fragment, it is made relative to the recipe's folder.
-    """
-    layers, overrides = Layer.of_recipe(path), list(overrides)
-    content: Any = merge_layers(layers)
-    for pattern in paths:
-        content = _relocated(content, pattern.split("."), (), layers)
-    return apply_overrides(content, overrides), [*layers, Layer(Path(path), _overridden(overrides))]
-
-
 def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...], layers: Sequence[Layer]) -> Any:
     """`value` with the local paths at `steps` below it made relative to the recipe's folder."""
     if steps:
@@ -355,8 +389,8 @@ def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...]
             for key, item in items
         }
         return moved if isinstance(value, dict) else [*moved.values()] if isinstance(value, list) else value
-    recipe, source = layers[-1].path, Layer.that_sets(layers, location)
-    if not isinstance(value, str) or source in (None, recipe) or not exists(source.parent / value):
+    recipe, source = layers[-1].path, _source_of(location, layers)
+    if not isinstance(value, str) or source in (None, recipe) or not os.path.exists(source.parent / value):
         return value
     return os.path.relpath(source.parent / value, recipe.parent)
 

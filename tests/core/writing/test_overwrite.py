@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import adapterswap
 from adapterswap.experiments.evaluation.results import EvaluationResult, write_result
 from adapterswap.kit.errors import OutputError
-from adapterswap.kit.files.folders import FileKind, OutputKind, strangers
+from adapterswap.kit.files.folders import FileKind, OutputKind
 from core.merging.test_kill import checkpoint
 
 Run = Callable[..., Result]
@@ -364,7 +364,7 @@ def test_strangers_by_list_by_names_and_by_subtrees(tmp_path: Path) -> None:
             path = tmp_path / "out" / name.replace("__", "/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return strangers(tmp_path / "out", KIND)
+        return KIND.strangers(tmp_path / "out")
 
     assert have(**{"record.json": '{"ours": 1}', "weights": "", "deep__a.json": "", "deep__b.txt": ""}) == [
         "deep/b.txt"
@@ -374,9 +374,9 @@ def test_strangers_by_list_by_names_and_by_subtrees(tmp_path: Path) -> None:
     assert have(**{"record.json": "[", "weights": ""}) == ["record.json", "weights"]
     assert have(**{"record.json": '{"ours": 1, "files": [1]}', "weights": ""}) == []
     assert have(weights="") == ["weights"]
-    assert strangers(tmp_path / "out", None, names=["weights"]) == []
+    assert OutputKind(None, names=lambda: ["weights"]).strangers(tmp_path / "out") == []
     assert have(tree__a__b="", tree__c="", tr="") == ["tr", "tree/"]
-    assert strangers(tmp_path / "out", None, names=["tree/a/**"]) == ["tr", "tree/c"]
+    assert OutputKind(None, names=lambda: ["tree/a/**"]).strangers(tmp_path / "out") == ["tr", "tree/c"]
 
 
 def test_a_stranger_that_appears_during_the_work_is_kept(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from adapterswap.experiments.lab.scenes import draw_problems
 from adapterswap.experiments.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult
 from adapterswap.experiments.lab.study import CAVEAT
 from adapterswap.kit.errors import BaseModelError
-from adapterswap.kit.files.folders import strangers
 
 from .conftest import Run
 
@@ -114,7 +113,7 @@ def test_which_folders_may_be_replaced(run: Run, tmp_path: Path) -> None:
     """Its own folder may be replaced, unless it holds other files."""
     shutil.copytree(run.folder, tmp_path / "lab-run")
     record = tmp_path / "lab-run" / "results.json"
-    assert strangers(record.parent, LAB) == []
+    assert LAB.strangers(record.parent) == []
     LAB.check(record.parent, overwrite=True)
     for name in ("thesis.txt", "seed-0/math/thesis.txt", "seed-0/mine/adapter_config.json"):
         path = record.parent / name

@@ -13,7 +13,7 @@ from click.testing import Result
 from ruamel.yaml import YAML
 
 from adapterswap.experiments.recipes import check_recipe, list_recipes, resolve_recipe, standalone_copy
-from adapterswap.kit.files.yaml import read_content, shipped_recipes
+from adapterswap.kit.files.yaml import RecipeFile, shipped_recipes
 
 Run = Callable[..., Result]
 WHOLE = [recipe.name for recipe in list_recipes() if recipe.kind in ("train", "compose", "sweep")]
@@ -54,7 +54,7 @@ def test_an_entry_point_is_short_and_contains_no_ids() -> None:
 
 @pytest.mark.parametrize("name", ["train/llama-3.1-8b-instruct/simultaneous-swahili", "train/llama-3.1-8b/bengali"])
 def test_a_resolved_recipe_is_equivalent(name: str, run: Run, tmp_path: Path) -> None:
-    whole = read_content(shipped_recipes()[name])[0]
+    whole = RecipeFile.read(shipped_recipes()[name]).content
     text = run("recipes", "cat", name, "--resolved").stdout
     assert YAML(typ="safe").load(text) == whole
     assert "  # regimes/" in text
@@ -150,7 +150,7 @@ def test_a_recipe_that_fits_some_base_is_valid(run: Run, tmp_path: Path, recipe:
 
 def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["train/qwen3-1.7b/swahili", "compose/llama-3.1-8b-instruct/partial-b-swahili"]
-    whole = [read_content(shipped_recipes()[name])[0] for name in names]
+    whole = [RecipeFile.read(shipped_recipes()[name]).content for name in names]
     target = tmp_path / "mine"
     dry = json.loads(run("recipes", "cp", *names, target, "--dry-run", "--json").stdout)
     assert not target.exists()
@@ -162,7 +162,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     again = run("recipes", "cp", *names, target, exit_code=3)
     assert "--overwrite" in again.stderr
     monkeypatch.setattr("adapterswap.kit.files.yaml._folder", lambda: tmp_path / "nothing")
-    assert [read_content(target / name)[0] for name in output["recipes"]] == whole
+    assert [RecipeFile.read(target / name).content for name in output["recipes"]] == whole
     assert "# unconfirmed" in (target / "data" / "swahili.yaml").read_text(encoding="utf-8")
 
 
@@ -178,7 +178,7 @@ def test_every_whole_recipe_can_be_copied_at_once(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     for name in WHOLE:
-        assert read_content(tmp_path / f"{name}.yaml")[0] == read_content(shipped_recipes()[name])[0]
+        assert RecipeFile.read(tmp_path / f"{name}.yaml").content == RecipeFile.read(shipped_recipes()[name]).content
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

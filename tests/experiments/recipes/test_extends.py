@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.errors import AdapterswapError
-from adapterswap.kit.files.yaml import Layer, merge_layers, read_content
+from adapterswap.kit.files.yaml import Layer, RecipeFile, merge_layers
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -26,7 +26,7 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def content(path: Path, *overrides: str) -> dict[str, Any]:
-    return read_content(path, overrides)[0]
+    return RecipeFile.read(path, overrides).content
 
 
 def error_of(path: Path) -> str:
@@ -206,20 +206,21 @@ layers_strategy = st.lists(st.dictionaries(st.sampled_from("abc"), plain, max_si
 @given(layers_strategy)
 def test_every_value_is_attributed_to_its_file(contents: list[dict[str, Any]]) -> None:
     layers = [Layer(Path(str(number)), each) for number, each in enumerate(contents)]
+    recipe = RecipeFile(merge_layers(layers), layers)
 
     def walk(value: Any, location: tuple[str, ...]) -> None:
         if isinstance(value, dict) and value:
             for key, inner in value.items():
                 walk(inner, (*location, key))
         elif location:
-            source = Layer.that_sets(layers, location)
+            source = recipe.source_of(location)
             assert source is not None
             there: Any = contents[int(str(source))]
             for step in location:
                 there = there[step]
             assert there == value
 
-    walk(merge_layers(layers), ())
+    walk(recipe.content, ())
 
 
 @given(layers_strategy)
@@ -232,6 +233,7 @@ def test_merging_in_steps_equals_merging_at_once(contents: list[dict[str, Any]])
     assert merge_layers([*layers, layers[-1]]) == merge_layers(layers)
 
 
-def test_a_recipe_without_fragments_is_one_layer(tmp_path: Path) -> None:
+def test_a_recipe_without_fragments_is_one_file(tmp_path: Path) -> None:
     path = write(tmp_path, recipe="a: 1")
-    assert Layer.of_recipe(path) == [Layer(path, {"a": 1})]
+    recipe = RecipeFile.read(path)
+    assert (recipe.content, recipe.files) == ({"a": 1}, (path,))

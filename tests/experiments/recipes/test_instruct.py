@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from adapterswap.kit.files.yaml import read_content, shipped_recipes
+from adapterswap.kit.files.yaml import RecipeFile, shipped_recipes
 
 from .standins import Base, check_that_it_trains, train_recipes
 
 _CHATS = {
     str(content["base_model"]): bool(content["chat_template"])
     for name, path in shipped_recipes().items()
-    if name.startswith("models/") and (content := read_content(path)[0])
+    if name.startswith("models/") and (content := RecipeFile.read(path).content)
 }
 
 
-_SWEEPS = {name: read_content(path)[0] for name, path in shipped_recipes().items() if name.startswith("sweep/")}
+_SWEEPS = {name: RecipeFile.read(path).content for name, path in shipped_recipes().items() if name.startswith("sweep/")}
 
 
 @pytest.mark.parametrize("name", [name for name, content in _SWEEPS.items() if content["base_model"] in _CHATS])

@@ -16,7 +16,7 @@ from adapterswap.experiments.reporting.figures import PlannedFigure, plan_figure
 from adapterswap.experiments.reporting.statistics import cliques
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.kit.drawing import STYLE, column_width, looks, readable_on, save, wrapped
+from adapterswap.kit.drawing import STYLE, readable_on, wrapped
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import Written
@@ -66,7 +66,7 @@ def test_files_have_their_fonts_and_the_same_bytes(truncated: Report, tmp_path: 
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
         for each in plan_figures(truncated)[0]:
-            save(each.draw(3.25), folder, each.name)
+            STYLE.save(each.draw(3.25), folder, each.name)
     for path in (tmp_path / "a").iterdir():
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
     for each in plan_figures(truncated)[0]:
@@ -278,19 +278,19 @@ def test_one_of_everything(tmp_path: Path) -> None:
     [("3.25in", 3.25), ("8.255cm", 3.25), ("82.55mm", 3.25), ("219pt", 219 / 72.27), ("4", 4.0), (6, 6.0)],
 )
 def test_widths(text: str, inches: float) -> None:
-    assert column_width(text) == pytest.approx(inches)
+    assert STYLE.inches(text) == pytest.approx(inches)
 
 
 @pytest.mark.parametrize("text", ["", "wide", "3.25 inches", "-3in", "1in", "nan", "300in", "0x10in"])
 def test_invalid_widths(text: str) -> None:
     with pytest.raises(ArgumentError) as caught:
-        column_width(text)
+        STYLE.inches(text)
     assert caught.value.parameter == "column_width"
 
 
 def test_series_are_distinguishable_without_colour() -> None:
     number = 36
-    assert len({(look.marker, look.line) for look in looks(number)}) == number
+    assert len({(look.marker, look.line) for look in STYLE.looks(number)}) == number
     assert wrapped("swahili " * 20, 12).count("\n") == 2
     assert "U+0B95" in wrapped("க", 20)
 

@@ -20,7 +20,7 @@ from adapterswap.experiments.reporting import make_report, open_source, write_re
 from adapterswap.experiments.reporting.figures import plan_figures
 from adapterswap.experiments.reporting.latex import csv_table, latex_table
 from adapterswap.experiments.reporting.writing import render_page
-from adapterswap.kit.drawing import STYLE, as_bytes
+from adapterswap.kit.drawing import STYLE
 
 from .conftest import Written
 from .crafting import HOSTILE
@@ -142,7 +142,7 @@ def test_the_page_shows_every_figure_and_every_task(written: Written) -> None:
     assert written.page.count("<img") == len(figures)
     for figure in figures:
         assert f"<figcaption>{figure.caption} <a" in unescape(written.page)
-        image = base64.b64encode(as_bytes(figure.draw(STYLE.column), "svg")).decode("ascii")
+        image = base64.b64encode(STYLE.as_bytes(figure.draw(STYLE.column), "svg")).decode("ascii")
         assert f'<img src="data:image/svg+xml;base64,{image}"' in written.page
     table = written.page.split("<h3>On every task</h3>")[1].split("</table>")[0]
     for method in written.report.targets[0].rows:

@@ -17,7 +17,7 @@ from adapterswap.experiments.training.data import SourceCounts, load_rows
 from adapterswap.experiments.training.recipe import DatasetSource
 from adapterswap.experiments.training.texts import Example
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, DataError, FieldError, NotFoundError
-from adapterswap.kit.files.yaml import read_content
+from adapterswap.kit.files.yaml import RecipeFile
 
 from .conftest import word_tokenizer, write_jsonl
 
@@ -382,7 +382,7 @@ def test_a_filter_takes_norwegian_for_no(tmp_path: Path, streamed: bool) -> None
     write_jsonl(tmp_path / "rows.jsonl", rows)
     options = {"streaming": True, "samples": 9} if streamed else {}
     (tmp_path / "source.yaml").write_text("lang: [no, sv]")
-    read = read_content(tmp_path / "source.yaml")[0]
+    read = RecipeFile.read(tmp_path / "source.yaml").content
     texts = load_rows_of(tmp_path, path="rows.jsonl", text="{text}", filter=read, **options)
     assert sorted(texts) == sorted(row["text"] for row in rows if row["lang"] in ("no", "sv"))
 

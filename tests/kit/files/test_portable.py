@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from adapterswap.kit.files import folders
-from adapterswap.kit.files.folders import OutputKind, sync_folder
+from adapterswap.kit.files.folders import OutputKind, sync
 from adapterswap.kit.files.numbers import read_at, write_at
 
 
@@ -41,6 +41,6 @@ def test_folders_are_written_as_windows_needs_it(exists: bool, tmp_path: Path, m
         (tmp_path / "out").mkdir()
     with OutputKind(None).folder(tmp_path / "out") as place:
         (place / "file").write_text("content")
-        sync_folder(place)
+        sync(place, whole=True)
     assert (tmp_path / "out" / "file").read_text() == "content"
     assert not [path for path in opened if Path(path).is_dir()]

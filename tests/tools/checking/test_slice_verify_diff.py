@@ -21,7 +21,7 @@ from tolerances import near, tolerance
 
 import adapterswap
 from adapterswap.kit.errors import ArgumentError, ExpertError
-from adapterswap.tools.extracted import Verification
+from adapterswap.tools.recorded import Verification
 from adapterswap.tools.verification import verify
 
 ZONES = ["--bottom", 2, "--top", 1, "--bottom-transition", 1]

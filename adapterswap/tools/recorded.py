@@ -1,0 +1,229 @@
+"""What a verification says, and how a record is compared with the recomputed one and with today's sources.
+
+A source may have moved, and numbers may differ by the rounding of another processor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.sources import CONFIG, Reference, Source, base_fingerprints
+from adapterswap.core.planning.rules import BASE
+from adapterswap.core.writing.records import CompositionRecord, SourceRecord
+from adapterswap.kit.files.folders import CARD, OutputKind
+from adapterswap.kit.files.text import expand
+
+_ABSENT = object()
+_RELATIVE = 1e-5  # how far a recorded number may be from the recomputed one
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The differences between an adapter or a model and the result recomputed from its sources.
+
+    Attributes:
+        changed_sources: experts, or `base`, that have changed since they were composed or cut: name → the file that
+            differs, or `weights`.
+        differing: tensors that differ from the recomputed ones, are missing, or should not be there. Of an extracted
+            adapter: its file, if it is not the one that was written, and modules whose ‖ΔW‖ or error differs from the
+            record.
+        config_differs: whether the config differs from the recomputed one, or from the one that was extracted.
+        config: the config's file name.
+        made: how it was made. What was composed is composed again; of what was cut out of a full fine-tune, the error
+            of each module's ΔW is computed if the sources are known; nothing is converted or trained again.
+        record_differs: the keys of adapterswap.json whose values differ from the recomputed ones.
+        unchecked: sources that were not compared, because their location is not known: those of an extracted adapter,
+            or `base`.
+        notes: what else was found and makes no difference to the result: files beside it, an edited model card, and a
+            revision that could not be compared because a folder was passed.
+    """
+
+    changed_sources: Mapping[str, str] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+    config_differs: bool = False
+    config: str = CONFIG
+    made: Literal["composed", "cut", "converted", "trained"] = "composed"
+    unchecked: tuple[str, ...] = ()
+    record_differs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return not (self.changed_sources or self.differing or self.config_differs or self.record_differs)
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain data: what `adapterswap verify --json` prints."""
+        return {
+            "equal": self.equal,
+            "changed_sources": dict(self.changed_sources),
+            "differing": list(self.differing),
+            "config_differs": self.config_differs,
+            "record_differs": list(self.record_differs),
+            "unchecked": list(self.unchecked),
+            "notes": list(self.notes),
+        }
+
+
+# A source may have moved: of its identity only the hashes are compared, each in its own way.
+_WHERE = {"source", "revision", "sha256", "entered"}
+
+
+def contradicting(*sources: SourceRecord | None) -> bool:
+    """Whether a source contradicts itself: an id on the Hub has a revision, and a folder has none."""
+    return any(source is not None and ("/" in source.source) != (source.revision is not None) for source in sources)
+
+
+def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note about files in a result's folder that its record does not list, if there are any."""
+    found = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    listed = content.get(OutputKind.LIST, found)
+    added = sorted(name for name in found if name not in listed and not name.startswith("."))
+    return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
+
+
+def marked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A source's keys with what can be compared of their values. No key may be missing."""
+    return {key: None if key in _WHERE else value for key, value in entry.items() if key != "fingerprints"}
+
+
+def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprints that a record should have: `prints`, but the card's as recorded, if it is.
+
+    A card may be edited, and quotes those of the sources, which may have been edited since.
+    """
+    recorded = content.get(OutputKind.PRINTS)
+    card = {CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else {}
+    return {name: one for name, one in prints.items() if name != CARD} | card
+
+
+def compare_records(
+    content: Mapping[str, Any],
+    record: CompositionRecord,
+    recomputed: Mapping[str, Any],
+    opened: Mapping[str, Adapter | Checkpoint],
+    base_model: str | None,
+) -> Verification:
+    """Compare a record, raw and parsed, with the recomputed one, and the sources that it names with those of today."""
+    again = CompositionRecord.model_validate(recomputed)
+    changed = changed_sources(record.experts, again.experts)
+    differing_keys = _record_differs(content, record, recomputed)
+    base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
+    if record.base is not None and base is not None:
+        base = _as_recorded(base, record, base_model)
+        changed |= changed_sources({BASE: record.base}, {BASE: base})
+        if marked(content["base"]) != marked(base.content()):
+            differing_keys.append("base")
+    notes = [
+        f"The revision of {name} ({source}) was not compared, because a folder was passed"
+        for name, source in record.experts.items()
+        if source.revision is not None and again.experts[name].revision is None
+    ]
+    if record.base is None and base_model is not None and record.kind == "adapter":
+        notes.append("The base was not compared: the record has none, because none was needed")
+    return Verification(
+        changed, unchecked=(BASE,) if record.base is not None and base is None else (),
+        record_differs=tuple(dict.fromkeys(differing_keys)), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:
+    """A base of today with fingerprints where its record should have them: for a local base."""
+    assert record.base is not None
+    content = base.model_dump(exclude_unset=True) | {"fingerprints": base.fingerprints}
+    if record.base.revision is not None:
+        del content["fingerprints"]
+    elif not base.fingerprints and base_model is not None:  # recorded as a folder, and passed by its id on the Hub
+        folder = Checkpoint.find(base_model).folder
+        content["fingerprints"] = base_fingerprints(folder)
+    return SourceRecord.model_validate(content)
+
+
+def _find_base(
+    recorded: SourceRecord | None, opened: Mapping[str, Adapter | Checkpoint], base_model: str | None
+) -> SourceRecord | None:
+    """The base as it is today, by its config and, in a folder, its weights; None if it is not recorded or located."""
+    if recorded is None:
+        return None
+    base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
+    local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
+    for place in [base_model] if base_model is not None else [recorded.reference, *local]:
+        if place is not None and (base_model is not None or recorded.reference or os.path.isdir(expand(place))):
+            return SourceRecord.of_base(Source.find(place, [MODEL_CONFIG], what="base model"))
+    return None
+
+
+def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
+    """Sources whose hashes differ from the record: name → the first file that differs, or `weights`."""
+    changed = {}
+    for name in found:
+        ours, theirs = recorded[name], found[name]
+        files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
+        files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
+        if files:
+            changed[name] = files[0]
+        elif ours.entered != theirs.entered:
+            changed[name] = "weights"
+    return changed
+
+
+def _record_differs(content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]) -> list[str]:
+    """The keys of a record that differ from the recomputed record, are missing, or contradict others."""
+    ours, theirs = (_comparable(raw, record) for raw in (content, recomputed))
+    differing = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
+    differing += [key for key in recomputed if key not in content]
+    wrong = {
+        "base_model": _names_another_base(record),
+        "experts": _experts_contradict(record, recomputed["experts"]),
+        "base": _base_contradicts(record, recomputed["experts"]),
+    }
+    return [*differing, *(key for key, is_wrong in wrong.items() if is_wrong)]
+
+
+def _names_another_base(record: CompositionRecord) -> bool:
+    """Whether full weights name another base than the one that they were made with."""
+    made_with = (record.base.source, record.base.revision) if record.base else (None, None)
+    return record.kind == "model" and (record.base_model, record.base_revision) != made_with
+
+
+def _experts_contradict(record: CompositionRecord, again: Mapping[str, Any]) -> bool:
+    """Whether an expert contradicts itself, or has another revision than the one that was found."""
+    moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
+    return moved or contradicting(*record.experts.values())
+
+
+def _base_contradicts(record: CompositionRecord, again: Mapping[str, Any]) -> bool:
+    """Whether the base contradicts itself, or is a folder and an expert records other weights of its base."""
+    if record.base is None or record.base.revision is not None:
+        return contradicting(record.base)
+    trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
+    return contradicting(record.base) or any(prints != record.base.fingerprints for prints in trained_on)
+
+
+def _comparable(content: Mapping[str, Any], record: CompositionRecord) -> dict[str, Any]:
+    """The keys of a record, or of the recomputed one, that can be compared."""
+    ignored = {"adapterswap_version", "base"}
+    if record.kind == "model":  # the base is compared by its files; its folder can have another name
+        ignored |= {"base_model", "base_revision"}
+    compared = {key: value for key, value in content.items() if key not in ignored}
+    compared["experts"] = {name: marked(entry) for name, entry in compared["experts"].items()}
+    return compared
+
+
+def _alike(left: Any, right: Any) -> bool:
+    """Whether two values of JSON are equal; numbers up to the rounding of another processor."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_alike(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_alike, left, right))
+    if isinstance(left, float) or isinstance(right, float):
+        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right))
+        return numbers and math.isclose(left, right, rel_tol=_RELATIVE)
+    return type(left) is type(right) and bool(left == right)
