@@ -65,16 +65,18 @@ def test_problems() -> list[dict[str, str]]:
     return [json.loads(line) for line in TEST.read_text(encoding="utf-8").splitlines()]
 
 
-def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64]:
+def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64] | None:
     """A row's marks (problems,) for a pair: a single expert stands in each pair that contains it, the base in all."""
     for experts, text in cells.items():
         if set(filter(None, experts.split("+"))) <= set(pair.split("+")):
             return np.array([float(mark) for mark in text])
-    raise KeyError(pair)
+    return None  # not evaluated
 
 
 def half(values: NDArray[np.float64]) -> float:
-    """Half of the 95 % interval of a mean (Student's t)."""
+    """Half of the 95 % interval of a mean (Student's t); nan for a single value."""
+    if len(values) < 2:
+        return float("nan")
     return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
 
 
@@ -85,45 +87,59 @@ def by_template(marks: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([marks[..., places].mean(-1) for places in parts], axis=-1)
 
 
-def of_pairs(marks: Marks, row: str) -> NDArray[np.float64]:
-    """A row's marks (pairs, problems)."""
-    return np.array([of_pair(marks[row], pair) for pair in pairs_of(marks)])
+def of_pairs(marks: Marks, row: str) -> dict[str, NDArray[np.float64]]:
+    """A row's marks (problems,) for each pair that has them."""
+    found = {pair: of_pair(marks[row], pair) for pair in pairs_of(marks)}
+    return {pair: values for pair, values in found.items() if values is not None}
 
 
 def table(marks: Marks) -> list[str]:
-    """Lines in Markdown."""
-    names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs_of(marks)]
+    """Lines in Markdown. A row that only some pairs have is compared with the swap of these."""
+    pairs = pairs_of(marks)
+    names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs]
     lines = [
         "| | " + " | ".join([*names, "mean", "swap − it", "over templates", "over problems", "over pairs"]) + " |",
         "|---|" + "---:|" * (len(names) + 5),
     ]
     swap = of_pairs(marks, SWAP)
     for row in (row for row in ROWS if row in marks):
-        scores = by_template(of_pairs(marks, row))
-        cells = [short(mean) for mean in scores.mean(1)] + [short(scores.mean())]
+        scores = of_pairs(marks, row)
+        cells = [short(by_template(scores[pair]).mean()) if pair in scores else "–" for pair in pairs]
+        cells.append(short(mean_of(scores)))
         if row != SWAP:
-            apart = swap - of_pairs(marks, row)
+            apart = np.array([swap[pair] - values for pair, values in scores.items()])
             means = by_template(apart)
             cells.append(f"{means.mean():+.3f}".replace("0.", ".").replace("-", "−"))
-            cells += [f"± {short(half(one))}" for one in (means.mean(0), apart.mean(0), means.mean(1))]
+            halves = (half(one) for one in (means.mean(0), apart.mean(0), means.mean(1)))
+            cells += ["–" if np.isnan(one) else f"± {short(one)}" for one in halves]
         lines.append(f"| {ROWS[row]} | " + " | ".join(cells) + " |")
     return lines
 
 
+def mean_of(scores: Mapping[str, NDArray[np.float64]]) -> float:
+    """The mean over pairs and templates of a row's marks."""
+    return float(by_template(np.array(list(scores.values()))).mean())
+
+
+def complete(marks: Marks) -> list[str]:
+    """The rows that every pair has."""
+    return [row for row in ROWS if row in marks and of_pairs(marks, row).keys() == set(pairs_of(marks))]
+
+
 def in_short(marks: Marks) -> list[str]:
     """The mean scores in one line, for README."""
-    rows = [row for row in ROWS if row in marks]
-    means = [short(by_template(of_pairs(marks, row)).mean()) for row in rows]
+    rows = complete(marks)
+    means = [short(mean_of(of_pairs(marks, row))) for row in rows]
     names = [ROWS[row].partition(" (")[0].replace("*", "") for row in rows]
     return [f"| {' | '.join(line)} |" for line in (names, ["---:"] * len(rows), means)]
 
 
 def by_operation(marks: Marks) -> list[str]:
-    """For each operation, the mean scores of all rows."""
+    """For each operation, the mean scores of the rows that every pair has."""
     operations = list({problem["template"]: problem["operation"] for problem in test_problems()}.values())
     lines = ["| | + | − | × | ÷ |", "|---|---:|---:|---:|---:|"]
-    for row in (row for row in ROWS if row in marks):
-        scores = by_template(of_pairs(marks, row)).mean(0)
+    for row in complete(marks):
+        scores = by_template(np.array(list(of_pairs(marks, row).values()))).mean(0)
         parts = (np.mean([one for one, o in zip(scores, operations, strict=True) if o == kind]) for kind in "+-*/")
         lines.append(f"| {ROWS[row]} | " + " | ".join(short(float(part)) for part in parts) + " |")
     return lines

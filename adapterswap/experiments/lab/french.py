@@ -33,6 +33,8 @@ NAME = "french"
 FRENCH_FORMAT = "adapterswap-lab-french/1"
 BOTTOM, TOP = 8, 0
 """The swap's layers, fixed beforehand: the math expert is trained in layers 8 to 29 only."""
+TUNED = 0.5
+"""The weight of the French expert in the tuned sum, chosen on development problems."""
 LANGUAGES = ("fr", "en")
 EXPERTS = ("math", "french")
 CAVEAT = (
@@ -46,6 +48,7 @@ METHODS = {
     "inverse swap": "layers 8-29 from French, the others from math, which has none there",
     "task expert": "rsLoRA on English word problems, in layers 8-29 only",
     "sum": "math + French, in every layer",
+    "tuned sum": "math + .5 French, in every layer",
     "layer swap": "layers 0-7 from French, the others from math",
 }
 """Families of the sweep, in the order of the table, with descriptions."""
@@ -282,6 +285,7 @@ def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[s
         "compositions": {
             "layer swap": {"bottom": BOTTOM, "top": TOP},
             "sum": {"method": "task_arithmetic"},
+            "tuned sum": {"method": "task_arithmetic", "language_weight": TUNED},
             "inverse swap": {"rules": [f"base: 0-{BOTTOM - 1}", "language"]},
         },
         "baselines": ["base", "task", "language", "soup"],
