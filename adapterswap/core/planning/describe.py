@@ -48,15 +48,15 @@ def marks(plan: Plan) -> list[Mark]:
 
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
-    stack_of = plan.depth.stack_of
-    changed = {(stack_of(slot.name), slot.layer, slot.kind) for slot in plan if slot.terms}
+    depth = plan.depth
+    places = [(slot, (depth.stack_of(slot.name), slot.layer, slot.kind)) for slot in plan]
+    changed = {place for slot, place in places if slot.terms}
     result = []
-    for slot in plan:
-        place = stack_of(slot.name), slot.layer, slot.kind
+    for slot, place in places:
         hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
             owner = slot.owner_label
-            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, stack_of(slot.name)))
+            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, place[0]))
     return result
 
 
