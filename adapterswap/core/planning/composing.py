@@ -148,9 +148,19 @@ def layer_swap(
     zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
     counts = {key: count for key, count in zones.items() if count is not None}
     return _two_sided(
-        "layer_swap", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
-        config_from, outside=outside, stack=stack, **counts,
-    )  # fmt: skip
+        "layer_swap",
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
+        outside=outside,
+        stack=stack,
+        **counts,
+    )
 
 
 def soup(
@@ -166,7 +176,15 @@ def soup(
 ) -> Plan:
     """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
     return _two_sided(
-        "soup", task, language, task_weight, language_weight, num_layers, base_model, tokenizer, config_from
+        "soup",
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
     )
 
 
@@ -188,9 +206,18 @@ def task_arithmetic(
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
     """
     return _two_sided(
-        "task_arithmetic", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
-        config_from, scale=scale, allow_negative=allow_negative,
-    )  # fmt: skip
+        "task_arithmetic",
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
+        scale=scale,
+        allow_negative=allow_negative,
+    )
 
 
 def slerp(
@@ -210,7 +237,15 @@ def slerp(
     Arguments and errors as for `layer_swap`.
     """
     return _two_sided(
-        "slerp", task, language, task_weight, language_weight, num_layers, base_model, tokenizer, config_from
+        "slerp",
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
     )
 
 
@@ -246,9 +281,19 @@ def ties(
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
     return _two_sided(
-        "ties", task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
-        config_from, density=density, scale=scale, allow_negative=allow_negative,
-    )  # fmt: skip
+        "ties",
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
+        density=density,
+        scale=scale,
+        allow_negative=allow_negative,
+    )
 
 
 def dare(
@@ -292,9 +337,20 @@ def dare(
             f"`method` is {method!r}, which is not a DARE method", "Pass dare_linear or dare_ties", parameter="method"
         )
     return _two_sided(
-        method, task, language, task_weight, language_weight, num_layers, base_model, tokenizer,
-        config_from, density=density, seed=seed, scale=scale, allow_negative=allow_negative,
-    )  # fmt: skip
+        method,
+        task,
+        language,
+        num_layers=num_layers,
+        task_weight=task_weight,
+        language_weight=language_weight,
+        base_model=base_model,
+        tokenizer=tokenizer,
+        config_from=config_from,
+        density=density,
+        seed=seed,
+        scale=scale,
+        allow_negative=allow_negative,
+    )
 
 
 def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
@@ -403,32 +459,20 @@ def _open(reference: Expert, parameter: str) -> Adapter | Checkpoint:
 
 
 def _two_sided(
-    method: str,
-    task: Expert,
-    language: Expert,
-    task_weight: float,
-    language_weight: float,
-    num_layers: NumLayers | None,
-    base_model: str | Path | None,
-    tokenizer: str | None,
-    config_from: str | None,
-    **options: Any,
+    method: str, task: Expert, language: Expert, *, tokenizer: str | None, config_from: str | None, **settings: Any
 ) -> Plan:
-    for side, expert in (("task", task), ("language", language)):
-        check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
+    """Compose two experts; `settings` are keys of a composition."""
     experts: dict[str, Expert] = {}
     names = {}
+    for side, expert in (("task", task), ("language", language)):
+        check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
     for side, expert in (("task", task), ("language", language)):
         names[side] = BASE if expert == BASE else ExpertName.choose(expert, experts, side)
         if expert != BASE:
             experts[names[side]] = expert
-    content = {
-        "method": method, **names, "task_weight": task_weight, "language_weight": language_weight,
-        "num_layers": num_layers, "base_model": base_model, **options,
-        "tokenizer": _owner(tokenizer, names), "config_from": _owner(config_from, names),
-    }  # fmt: skip
-    parameters = {names[side]: side for side in ("language", "task")}
-    return _compose(Composition.read(content, where=method), experts, parameters)
+    owners = {"tokenizer": _owner(tokenizer, names), "config_from": _owner(config_from, names)}
+    composition = Composition.read({"method": method, **names, **settings, **owners}, where=method)
+    return _compose(composition, experts, {names[side]: side for side in ("language", "task")})
 
 
 def _owner(requested: str | None, names: Mapping[str, str]) -> str | None:
