@@ -205,7 +205,7 @@ def _print_estimate(expected: Estimate) -> None:
     families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
     documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
     remaining = expected.cells - expected.finished - expected.given_up
-    given_up = f" and {expected.given_up:,} given up" * bool(expected.given_up)
+    given_up = f" and {expected.given_up:,} given up" if expected.given_up else ""
     lines = {
         "cells": f"{expected.cells:,}: {families}",
         "left out": f"{expected.left_out:,} whose zones overlap",
@@ -213,15 +213,14 @@ def _print_estimate(expected: Estimate) -> None:
         "documents": documents,
         "requests": f"{expected.requests:,}",
         "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
-        + f"; {expected.merged:,} merged into full weights first" * bool(expected.merged),
+        + (f"; {expected.merged:,} merged into full weights first" if expected.merged else ""),
         "time": _time_text(expected),
     }
     if expected.tokens:
         lines["answers"] = f"up to {expected.tokens:,} tokens"
     if expected.engine is not None:
-        lines["switches"] = f"{expected.reduced:,} written as adapters" + (
-            f"; {expected.merged:,} merged into full weights, last" * bool(expected.merged)
-        )
+        merged = f"; {expected.merged:,} merged into full weights, last" if expected.merged else ""
+        lines["switches"] = f"{expected.reduced:,} written as adapters{merged}"
         lines["vllm"] = _engine_text(expected.engine)
     if expected.copied:
         lines["equal"] = f"{expected.copied:,} shared with another row, evaluated once"
@@ -245,7 +244,7 @@ def _engine_text(engine: dict[str, Any]) -> str:
 
 def _time_text(expected: Estimate) -> str:
     if expected.seconds is None:
-        return "not estimated: no cell is finished yet" + "; pass --tokens-per-second" * bool(expected.tokens)
+        return "not estimated: no cell is finished yet" + ("; pass --tokens-per-second" if expected.tokens else "")
     if expected.finished:
         return f"about {duration(expected.seconds)}, at the rate of the finished cells"
     return f"up to {duration(expected.seconds)} for the answers; reading prompts and likelihoods come on top"

@@ -185,9 +185,9 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
     caption = (
         f"{grid.task}: {method} by the {by}. {over}, on {where}. "
         f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
-        + f" ×n: selected for n of the {report.units}." * any(cell.selected for cell in grid.cells)
-        + f" *: a mean over fewer {report.units} than in the other cells." * fewer
-        + " Hatched: not evaluated." * (not complete)
+        + (f" ×n: selected for n of the {report.units}." if any(cell.selected for cell in grid.cells) else "")
+        + (f" *: a mean over fewer {report.units} than in the other cells." if fewer else "")
+        + ("" if complete else " Hatched: not evaluated.")
     )
     return caption, {
         "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most, "scale": [low, high],

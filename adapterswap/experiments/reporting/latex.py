@@ -246,7 +246,7 @@ def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str
     printed = "".join([caption, *head, *body])
     rare = "".join(sorted({*_RARE.findall(printed)}))
     lines = [
-        "% needs \\usepackage{booktabs,graphicx}" + f", and XeLaTeX or LuaLaTeX for {rare}" * bool(rare),
+        "% needs \\usepackage{booktabs,graphicx}" + (f", and XeLaTeX or LuaLaTeX for {rare}" if rare else ""),
         f"\\begin{{{environment}}}[t]",
         r"\centering\small" if len(spec) <= _MANY else r"\centering\footnotesize",
         r"\setlength{\tabcolsep}{4pt}" if len(spec) <= _MANY else r"\setlength{\tabcolsep}{3pt}",
@@ -368,8 +368,8 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
         parts.append("$r$: rank-biserial correlation of matched pairs.")
     if {"papers-mean", "papers-max"} & {*columns}:
         parts.append("Papers' protocol: all documents; for a selected row, the configuration that is best on them.")
-    marked = any(COLUMNS[name].is_score for name in columns)
-    parts.append("Bold: best of a column; underlined: second." * marked)
+    if any(COLUMNS[name].is_score for name in columns):
+        parts.append("Bold: best of a column; underlined: second.")
     parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Lower is better.")
     return " ".join(part for part in parts if part)
 

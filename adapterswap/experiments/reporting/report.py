@@ -278,7 +278,7 @@ def _likelihoods(output: Any) -> list[tuple[float, bool]]:
 
 def _text(value: Any) -> str:
     if likelihoods := _likelihoods(value):
-        lines = [f"log-likelihood {likelihood:.2f}" + ", greedy" * greedy for likelihood, greedy in likelihoods]
+        lines = [f"log-likelihood {likelihood:.2f}{', greedy' if greedy else ''}" for likelihood, greedy in likelihoods]
         return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text.strip()

@@ -123,9 +123,8 @@ def _searched(run: Run) -> Iterator[str]:
             for cells in (run.cells, finished, run.given_up)
         )
         if len(evaluated) < len(requested):
-            dropped = f", and stopped {len(given_up - evaluated)} more after some documents" * bool(
-                given_up - evaluated
-            )
+            stopped = len(given_up - evaluated)
+            dropped = f", and stopped {stopped} more after some documents" if stopped else ""
             yield (
                 f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {len(evaluated)} of {len(requested)} "
                 f"configurations{dropped}. Its rows cover only those; minimum and mean do not hold for the whole grid."

@@ -357,7 +357,8 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
     allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
     allowed |= {"rules": family.rules} if family.rules else {}
-    validate({**content, **allowed}, Composition, where=f"compositions: {name}" + f" at {settings}" * bool(settings))
+    where = f"compositions: {name} at {settings}" if settings else f"compositions: {name}"
+    validate({**content, **allowed}, Composition, where=where)
     return {**content, **({"allow_negative": True} if family.allow_negative else {})}
 
 
@@ -411,7 +412,8 @@ def _by_rules(
         where = f"compositions: {family.name or 'rules'} with {', '.join(expert for side in sides for expert in side)}"
         composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
         _check_form(composition, family, full)
-        row = (family.name or "rules") + " of soups" * any(len(names) > 1 for names in cast.experts.values())
+        souped = any(len(names) > 1 for names in cast.experts.values())
+        row = (family.name or "rules") + (" of soups" if souped else "")
         yield _Candidate(
             row, composition, family.output, f"{name}@{_settings_text(settings)}",
             tasks.of(language or recipe.language_experts), ids, task, language, others,
@@ -429,7 +431,7 @@ def _row(family: Family, composition: Composition) -> str:
     name = "reset" if name == "layer_swap" and composition.language == (BASE,) else name
     name = f"magnitude {name}" if composition.weights == "magnitude" else name
     souped = len(composition.task) > 1 or len(composition.language) > 1
-    return (family.name or name) + " of soups" * souped
+    return (family.name or name) + (" of soups" if souped else "")
 
 
 def _as_data(composition: Composition) -> dict[str, Any]:

@@ -259,7 +259,7 @@ class OutputKind:
                 elif is_folder and fitting and not os.listdir(entry.path):
                     continue  # an empty folder that the command made
                 elif is_folder or len(deeper) == len(fitting) or not wrote(entry):
-                    foreign_paths.append("/".join(path) + "/" * is_folder)
+                    foreign_paths.append("/".join(path) + ("/" if is_folder else ""))
                 elif "/".join(path) in prints:
                     printed.append("/".join(path))
 
