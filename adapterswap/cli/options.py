@@ -288,12 +288,4 @@ def together(device: str) -> Iterator[Processes]:
         return
     with Processes.joined(device) as processes:
         yield processes
-    leave()
-
-
-def leave() -> None:
-    """Leave the group at the end of this process. A process that has left cannot join again."""
-    import torch
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    Processes.leave()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, leave, one_voice, with_short
+from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, one_voice, with_short
 from adapterswap.cli.printing import (
     human_bytes,
     is_quiet,
@@ -79,7 +79,7 @@ def train_command(
         content = expected.to_json
     else:
         report = train(run_recipe, out_path=out_path, progress=not is_quiet(), **how)
-        leave()
+        Processes.leave()
         content = report.to_json
         if Processes.is_first():
             push.upload(report.path)

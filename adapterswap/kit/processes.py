@@ -182,6 +182,14 @@ class Processes:
                 ) from None
             raise
 
+    @staticmethod
+    def leave() -> None:
+        """Leave the group at the end of this process. A process that has left cannot join again."""
+        import torch
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
 
 def _is_of_a_peer(error: RuntimeError) -> bool:
     import torch

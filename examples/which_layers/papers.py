@@ -28,7 +28,7 @@ from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
 from adapterswap.experiments.training import TrainRecipe, train
-from adapterswap.kit.drawing import STYLE, readable_on, save
+from adapterswap.kit.drawing import STYLE, readable_on
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -61,11 +61,11 @@ def draw_figures(folder: Path) -> None:
     tables = {table.expert: table for table in Analysis.read(HERE / "first_paper.csv").tables}
     with STYLE.applied():
         pair = [replace(tables[name], threshold=threshold) for name, threshold in REPRESENTATIVE.items()]
-        save(draw_fractions(pair, WIDTH, one_scale=False), folder, "figure-2")
+        STYLE.save(draw_fractions(pair, WIDTH, one_scale=False), folder, "figure-2")
         for number, name in FIGURES.items():
             figure = draw_fractions([tables[name]], WIDTH)
             _write_numbers(figure.axes[0], tables[name])
-            save(figure, folder, f"figure-{number}")
+            STYLE.save(figure, folder, f"figure-{number}")
 
 
 def _write_numbers(axes: Any, table: FractionTable) -> None:

@@ -382,7 +382,7 @@ def test_the_card_names_the_class_that_loads_the_base(
     worlds: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = worlds("llava")
-    monkeypatch.setattr("adapterswap.tools.extraction.public_name", lambda name: "org/llava")
+    monkeypatch.setattr("adapterswap.core.model.sources.Reference.public_name", "org/llava")
     extract(world.folder / "full", world.folder / "base", tmp_path / "out", rank=1)
     card = (tmp_path / "out" / "README.md").read_text()
     assert 'LlavaForConditionalGeneration.from_pretrained("org/llava")' in card
