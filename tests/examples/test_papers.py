@@ -25,10 +25,10 @@ def papers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_figures_show_the_papers_own_numbers(papers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[str, Any] = {}
 
-    def keep(figure: Any, folder: Path, name: str) -> None:
+    def keep(style: Any, figure: Any, folder: Path, name: str) -> None:
         drawn[name] = figure
 
-    monkeypatch.setattr(papers, "save", keep)
+    monkeypatch.setattr(type(papers.STYLE), "save", keep)
     papers.draw_figures(tmp_path)
     assert list(drawn) == ["figure-2", *(f"figure-{number}" for number in range(4, 10))]
     with (EXAMPLE / "first_paper.csv").open(encoding="utf-8") as file:
