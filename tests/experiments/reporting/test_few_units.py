@@ -16,7 +16,6 @@ from adapterswap.experiments.reporting.statistics import bootstrap
 from adapterswap.experiments.reporting.writing import render_page, report
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.experiments.sweeps.summary import summarize
 
 from .crafting import craft, recipe
 from .reading import row
@@ -99,7 +98,7 @@ def test_five_pairs_are_too_few_for_wilcoxon(tmp_path: Path) -> None:
 def test_a_sweep_says_what_it_chose_on(documents: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sweep of one document has none to choose on."""
     found: Any = Run.read(craft(tmp_path / "run", recipe(**ONE_PAIR), documents=documents))
-    _print(summarize(found), found)
+    _print(found)
     output = capsys.readouterr().out
     assert ("Configurations are chosen on one part" in output) == (documents > 1)
     assert ("No configuration is chosen" in output) == (documents == 1)
