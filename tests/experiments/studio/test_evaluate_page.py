@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
-from adapterswap.experiments.lab.seed import Questions
 from adapterswap.experiments.studio import evaluating
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.workspace import Workspace, open_workspace
@@ -108,14 +107,15 @@ def test_a_task_that_does_not_fit_the_model_is_reported(visit: Visit) -> None:
 
 def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     going, released = threading.Event(), threading.Event()
-    exact_match = Questions.exact_match
+    score = evaluating._score_lab
 
-    def held(*arguments: Any) -> Any:
+    def held(workspace: Workspace, task: str, limit: int, step: Any) -> Any:
+        step(0, limit)
         going.set()
         assert released.wait(900)
-        return exact_match(*arguments)
+        return score(workspace, task, limit, step)
 
-    monkeypatch.setattr(Questions, "exact_match", held)
+    monkeypatch.setattr(evaluating, "_score_lab", held)
     page = visit(QUERY)
     page.get_by_role("tab", name="Evaluate").click()
     page.locator("#evaluate").click()
