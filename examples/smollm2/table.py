@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ def pairs_of(marks: Marks) -> list[str]:
     return [pair for pair in marks[SWAP] if re.fullmatch(r"math-(\d+)\+french-\1", pair)]
 
 
+@cache
 def test_problems() -> list[dict[str, str]]:
     return [json.loads(line) for line in TEST.read_text(encoding="utf-8").splitlines()]
 

@@ -157,6 +157,7 @@ def unusual(plan: Plan) -> list[str]:
         *ignored_modules(plan.adapters),
         *unknown_keys(plan.adapters),
     ]
+    depth = plan.depth
     grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.saved.values():
         contents = _tokens(slot) or _remark(slot) or slot.owner_label or blend_text(slot.weights)
@@ -169,15 +170,15 @@ def unusual(plan: Plan) -> list[str]:
         if slot.layer is None:
             lines.append(f"{slot.name}: {remark or slot.label}")
         elif remark and not (plan.is_model and slot.kind == "other"):
-            where = _of_stack(plan.depth.stack_of(slot.name))
+            where = _of_stack(depth.stack_of(slot.name))
             grouped.setdefault((ModuleName(slot.name).within(slot.layer), where, remark), []).append(slot.layer)
     lines += [
         f"{name} in {where}layers {format_layers(layers)}: {remark}"
         for (name, where, remark), layers in grouped.items()
     ]
-    for stack in () if plan.is_model else plan.depth.stacks:
-        adapted = {slot.layer for slot in plan.modules.values() if plan.depth.stack_of(slot.name) == stack}
-        if empty := set(range(plan.depth.of(stack))) - adapted:
+    for stack in () if plan.is_model else depth.stacks:
+        adapted = {slot.layer for slot in plan.modules.values() if depth.stack_of(slot.name) == stack}
+        if empty := set(range(depth.of(stack))) - adapted:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
