@@ -207,6 +207,40 @@ def test_kinds_of_changes_are_told_apart_in_one_room() -> None:
     assert {room_of(name) for name in asking} == {"core.changes"}
 
 
+@cache
+def defined(name: str) -> set[str]:
+    """What a module of the package gives a name to when it is imported, and what lies in its folder."""
+    path = ROOT.joinpath(*filter(None, name.split(".")))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    names = {entry.stem for entry in path.iterdir()} if path.is_dir() else set()
+    names |= {statement.name for statement in tree.body if isinstance(statement, ast.FunctionDef)}
+    lazy = [node for statement in tree.body if isinstance(statement, ast.If) for node in statement.body]
+    for node in [*executed(tree), *lazy]:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_what_scripts_import_exists() -> None:
+    """Some of them run in processes of their own, on a GPU, or by hand only."""
+    top = ROOT.parent
+    missing = [
+        f"{path.relative_to(top)}: {node.module}.{alias.name}"
+        for folder in ("tests", "benchmarks", "examples", "scripts")
+        for path in sorted((top / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "adapterswap"
+        for alias in node.names
+        if alias.name not in defined((node.module or "").removeprefix("adapterswap").removeprefix("."))
+    ]
+    assert missing == []
+
+
 def test_choices_have_one_order() -> None:
     """`typing` keeps one object for `Literal["a", "b"] | None` and `Literal["b", "a"] | None`: the first one that is
     imported decides the order in which --help lists the choices.

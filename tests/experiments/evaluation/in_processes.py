@@ -16,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.cli import main as command
-from adapterswap.cli.options import leave
 from adapterswap.experiments.evaluation import Settings, evaluate, write_result
 from adapterswap.experiments.evaluation.harness import EvaluatedModel
 from adapterswap.kit.errors import RunError
@@ -52,7 +51,7 @@ def main(folder: Path) -> None:
         told["squares"] = [processes.shared(range(count), lambda number: number**2) for count in range(6)]
         told["main"] = processes.from_main(processes.rank)
         processes.wait()
-    leave()
+    Processes.leave()
     (folder / f"told-{processes.rank}.json").write_text(json.dumps(told))
 
 

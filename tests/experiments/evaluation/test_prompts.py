@@ -425,11 +425,12 @@ LOOP = "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r 
 def test_a_template_of_somebody_else_ends(
     byte_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, template: str, reason: str
 ) -> None:
-    """In evaluations and in training. Limits are of processor time, so a busy machine changes nothing."""
+    """In evaluations and in training. Only the loop runs into the limit of time, however slow the processor is."""
     from adapterswap.experiments import chat
     from adapterswap.experiments.chat import ChatTemplate
 
-    monkeypatch.setattr(chat, "_SECONDS", 0.2)
+    if template == LOOP:
+        monkeypatch.setattr(chat, "_SECONDS", 0.2)
     turns = [{"role": "user", "content": "?"}]
     handler = signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(TemplateError, match=re.escape(reason)):
