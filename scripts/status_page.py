@@ -48,7 +48,7 @@ def status() -> str:
     """The table of what was measured."""
     rows = json.loads(STATUS.read_text(encoding="utf-8"))
     lines = [
-        f"| {row['what']} | {row['number']} | {row['device']} | {row['date']}, {row['revision']} |" for row in rows
+        f"| {row['what']} | {row['number']} | {row['device']} | {row['date']} | {row['revision']} |" for row in rows
     ]
     return "\n".join(["| what | measured | on | when | revision |", "|---|---|---|---|---|", *lines, ""])
 

@@ -54,6 +54,17 @@ def test_the_advice_on_methods_quotes_their_table() -> None:
     assert {*re.findall(r"\w+", sentence[0]), sentence[1]} == unclear
 
 
+def test_every_row_of_a_table_has_the_cells_of_its_heading() -> None:
+    """Markdown leaves out what has no heading, and a missing cell moves nothing but is easily overlooked."""
+    uneven = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+            rows = [re.sub(r"`[^`\n]*`|\\\|", "", row).count("|") for row in table.splitlines()]
+            uneven += [(page.name, table.splitlines()[rows.index(count)]) for count in set(rows) - {rows[0]}]
+    assert uneven == []
+
+
 def test_the_page_of_recipe_fields_matches_the_models() -> None:
     script = script_called("recipe_fields")
     assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"

@@ -1,10 +1,11 @@
 """The tables of docs/lab.md: the scores of every pair, and the layer swap minus each row with its intervals.
 
-    python examples/smollm2/table.py                       # from results.json
-    python examples/smollm2/table.py runs/0 runs/1 ...     # from the sweeps of PLAN.md, which results.json then has
+    python examples/smollm2/table.py                    # from results.json
+    python examples/smollm2/table.py runs/3 runs/4      # adds sweeps of PLAN.md to results.json first
 
 A run of `adapterswap lab --scene french` among the folders gives the scores of the demonstration. An expert is called
-by its seed: math-0, french-0; french-0-moved has its layers 4 to 7 in 0 to 3, and 0 to 3 in 4 to 7.
+by its seed: math-0, french-0; french-0-moved has its layers 4 to 7 in 0 to 3, and 0 to 3 in 4 to 7. Sweeps whose folder
+is called fourth-… give rows that are described beside the pairs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ from adapterswap.experiments.sweeps import CellResult, Run
 
 RESULTS = Path(__file__).with_name("results.json")
 TEST = Path(__file__).parent / "data" / "further_fr.jsonl"
+LANGUAGES = {"fr": "French", "es": "Spanish", "en": "English", "de": "German"}
 SWAP, MOVED = "layer swap", "-moved"
 ROWS = {
     "base": "base",
@@ -55,6 +58,19 @@ def marks_of(results: Iterable[CellResult]) -> Marks:
         text = "".join(str(int(value.docs[number])) for number in sorted(value.docs))
         marks.setdefault(row, {})[experts.removesuffix(MOVED)] = text
     return marks
+
+
+def described_of(results: Iterable[CellResult]) -> dict[str, dict[str, str]]:
+    """Language of the test → composition → marks, of sweeps that the tables of pairs do not have."""
+    described: dict[str, dict[str, str]] = {}
+    for result in results:
+        ((task, value),) = result.results.items()
+        experts = " + ".join([*result.cell.task_expert, *result.cell.language_expert]).replace("-", " ")
+        family = result.cell.family
+        name = experts if family in ("task expert", "language expert") else f"{experts}, {family}".lstrip(", ")
+        text = "".join(str(int(value.docs[number])) for number in sorted(value.docs))
+        described.setdefault(LANGUAGES[task[-2:]], {})[name] = text
+    return described
 
 
 def pairs_of(marks: Marks) -> list[str]:
@@ -111,9 +127,11 @@ def table(marks: Marks) -> list[str]:
         if row != SWAP:
             apart = np.array([swap[pair] - values for pair, values in scores.items()])
             means = by_template(apart)
-            cells.append(f"{means.mean():+.3f}".replace("0.", ".").replace("-", "−"))
+            cells.append(signed(means.mean()))
             halves = (half(one) for one in (means.mean(0), apart.mean(0), means.mean(1)))
             cells += ["–" if np.isnan(one) else f"± {short(one)}" for one in halves]
+        else:
+            cells += [""] * 4
         lines.append(f"| {ROWS[row]} | " + " | ".join(cells) + " |")
     return lines
 
@@ -147,25 +165,50 @@ def by_operation(marks: Marks) -> list[str]:
     return lines
 
 
+def beside_pairs(described: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The rows that are described: scores in other languages, and of experts that no pair has, with math 0 − each."""
+    lines = ["| test | composition | score | − math 0 | over templates |", "|---|---|---:|---:|---:|"]
+    for language, rows in described.items():
+        scores = {name: by_template(np.array([float(mark) for mark in text])) for name, text in rows.items()}
+        for name, score in scores.items():
+            cells = [language, name, short(score.mean())]
+            apart = score - scores["math 0"]
+            cells += ["", ""] if name == "math 0" else [signed(apart.mean()), f"± {short(half(apart))}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def signed(value: float) -> str:
+    return f"{value:+.3f}".replace("0.", ".").replace("-", "−")
+
+
 def short(value: float) -> str:
     return f"{value:.3f}".removeprefix("0")
 
 
+def add(content: dict[str, Any], folder: Path) -> None:
+    """Add the results of a folder to those of results.json."""
+    if (record := folder / "results.json").exists():
+        demonstration = json.loads(record.read_text(encoding="utf-8"))
+        assert demonstration["format"] == FRENCH_FORMAT
+        content["scores"] = {row: round(score, 4) for row, score in demonstration["scores"].items()}
+    elif folder.name.startswith("fourth-"):
+        for language, rows in described_of(Run.read(folder).results).items():
+            content.setdefault("described", {}).setdefault(language, {}).update(rows)
+    else:
+        for row, cells in marks_of(Run.read(folder).results).items():
+            content["marks"].setdefault(row, {}).update(cells)
+
+
 def main() -> None:
     content = json.loads(RESULTS.read_text(encoding="utf-8"))
-    if folders := sys.argv[1:]:
-        marks: Marks = {}
-        for folder in map(Path, folders):
-            if (record := folder / "results.json").exists():
-                demonstration = json.loads(record.read_text(encoding="utf-8"))
-                assert demonstration["format"] == FRENCH_FORMAT
-                content["scores"] = {row: round(score, 4) for row, score in demonstration["scores"].items()}
-                continue
-            for row, cells in marks_of(Run.read(folder).results).items():
-                marks.setdefault(row, {}).update(cells)
-        content["marks"] = {row: marks[row] for row in ROWS if row in marks}
+    if sys.argv[1:]:
+        for folder in map(Path, sys.argv[1:]):
+            add(content, folder)
+        content["marks"] = {row: content["marks"][row] for row in ROWS if row in content["marks"]}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print("\n\n".join("\n".join(make(content["marks"])) for make in (table, by_operation, in_short)))
+    tables = [make(content["marks"]) for make in (table, by_operation, in_short)]
+    print("\n\n".join("\n".join(lines) for lines in [*tables, beside_pairs(content.get("described", {}))]))
 
 
 if __name__ == "__main__":
