@@ -12,12 +12,12 @@ from adapterswap.kit.errors import AdapterswapError, Problems, UnsupportedError
 
 Expert = Adapter | Checkpoint
 
-_MOST_KEPT = 128  # plans, which take about 1 kB for each module
+_MOST_KEPT = 200_000  # slots of all plans in memory, which take about 1.4 kB each: 900 plans of a base with 32 layers
 
 
 class Plans(Mapping[str, "Plan | None"]):
-    """Cell → its plan; None for the base. A plan is made once, when it is checked or read, unless there are very many:
-    then only the first ones and the latest are kept.
+    """Cell → its plan; None for the base. A plan is made once, when it is checked or read, unless they hold very many
+    slots: then only the first ones and the latest are kept.
 
     Args:
         recipe, experts, num_layers: see `PreparedSweep`.
@@ -36,6 +36,7 @@ class Plans(Mapping[str, "Plan | None"]):
         self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
         self._cells = {cell.cell: cell for cell in cells}
         self._kept: dict[str, Plan | None] = {}
+        self._slots = 0  # of the kept plans
         self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
         self._live: dict[str, bool] = {}
         self._zones: dict[str, set[Any]] = {}
@@ -43,10 +44,10 @@ class Plans(Mapping[str, "Plan | None"]):
 
     def __getitem__(self, cell: str) -> Plan | None:
         if cell not in self._kept:
-            plan = self._plan(self._cells[cell])
-            if len(self._kept) > _MOST_KEPT:
-                self._kept.popitem()  # the latest
-            self._kept[cell] = plan
+            while self._slots > _MOST_KEPT:
+                self._slots -= _size(self._kept.popitem()[1])  # the latest
+            self._kept[cell] = self._plan(self._cells[cell])
+            self._slots += _size(self._kept[cell])
         return self._kept[cell]
 
     def __iter__(self) -> Iterator[str]:
@@ -75,7 +76,8 @@ class Plans(Mapping[str, "Plan | None"]):
 
     def is_live(self, cell: Cell) -> bool:
         """Whether a cell is evaluated by switching adapters on and off."""
-        return self._live.get(self._parts(cell)[0], False) or _is_live(self[cell.cell])
+        settings, parts = self._parts(cell)
+        return self._live[settings] or (parts is not None and _is_live(self[cell.cell]))
 
     def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
         """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
@@ -128,6 +130,10 @@ class Plans(Mapping[str, "Plan | None"]):
 
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
+
+
+def _size(plan: Plan | None) -> int:
+    return 0 if plan is None else len(plan.slots)
 
 
 def _is_live(plan: Plan | None) -> bool:

@@ -65,8 +65,23 @@ def test_a_cell_is_planned_once(
         return make_plan(composition, *arguments, **options)
 
     monkeypatch.setattr(plans, "make_plan", counting)
-    prepared = prepare(recipe(baselines=[], compositions=[{"method": ["soup", "layer_swap"]}]))
+    weights = [number / 100 for number in range(1, 151)]
+    families = [{"method": ["soup", "layer_swap"]}, {"method": "soup", "language_weight": weights}]
+    prepared = prepare(recipe(baselines=[], compositions=families))
     for cell in (*prepared.grid.cells, *prepared.grid.cells):
         way_of(prepared, cell)
         assert prepared.plans[cell.cell] is not None
-    assert len(planned) == len(prepared.grid.cells) > 1
+    assert len(planned) == len(prepared.grid.cells) > 150
+
+
+def test_few_plans_are_kept_of_a_large_base(
+    recipe: Callable[..., SweepRecipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [number / 10 for number in range(1, 9)]
+    prepared = prepare(recipe(compositions=[{"method": "soup", "language_weight": weights}]))
+    first = {cell: plan and terms(plan) for cell, plan in prepared.plans.items()}
+    size = max(len(plan.slots) for plan in prepared.plans.values() if plan is not None)
+    monkeypatch.setattr(plans, "_MOST_KEPT", 2 * size)
+    again = prepare(prepared.recipe)
+    assert {cell: plan and terms(plan) for cell, plan in again.plans.items()} == first
+    assert sum(len(plan.slots) for plan in again.plans._kept.values() if plan is not None) <= 3 * size
