@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +26,19 @@ if TYPE_CHECKING:
 
 FORMATS = ("pdf", "svg", "png")
 
-_NARROWEST, _WIDEST = 2.5, 20.0  # inches
 _DPI = 300
 _INCHES = {"in": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72.27, "bp": 1 / 72}
 _CUT = 3  # lines of a name, at most
+
+Line = str | tuple[int, tuple[float, ...]]
+
+
+class Look(NamedTuple):
+    """How one of several series is drawn."""
+
+    colour: str
+    marker: str
+    line: Line
 
 
 @dataclass(frozen=True)
@@ -37,19 +47,29 @@ class Style:
 
     Attributes:
         column: in inches: a column of ICML and NeurIPS' half width; ACL has 3.03.
+        narrowest, widest: the same for any figure.
         text, small, note: in points.
-        ink, grey, lead: colours.
+        ink, grey, lead, light: colours.
         hatch: of cells without a number.
+        colours: of series, by Okabe and Ito (2008), without yellow, which is too light on paper; neighbours differ in
+            lightness.
+        markers, lines: of series.
     """
 
     column: float = 3.25
+    narrowest: float = 2.5
+    widest: float = 20.0
     text: float = 7.5
     small: float = 7.0
     note: float = 6.0
     ink: str = "#1a1a1a"
     grey: str = "#6b6b6b"
     lead: str = "#0b4f8a"
+    light: str = "#e3e3e3"
     hatch: str = "//////"
+    colours: tuple[str, ...] = ("#0b4f8a", "#d55e00", "#1a1a1a", "#56b4e9", "#7a3b69", "#009e73", "#e69f00", "#cc79a7")
+    markers: tuple[str, ...] = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
+    lines: tuple[Line, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -76,19 +96,14 @@ class Style:
             })  # fmt: skip
             yield
 
-    @staticmethod
-    def looks(number: int) -> list[Look]:
+    def looks(self, number: int) -> list[Look]:
         """Looks for `number` series.
 
         Colours repeat after 8, markers after 9, lines after 4; all three only after 72.
         """
-        return [
-            Look(_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)])
-            for i in range(number)
-        ]
+        return list(islice(map(Look, cycle(self.colours), cycle(self.markers), cycle(self.lines)), number))
 
-    @staticmethod
-    def inches(value: str | float) -> float:
+    def inches(self, value: str | float) -> float:
         """The inches of a width: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points), `236bp`, or a number of inches."""
         remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
         number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
@@ -96,9 +111,10 @@ class Style:
         if number_and_unit is None or unit not in _INCHES:
             raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
         inches = float(number_and_unit[1]) * _INCHES[unit]
-        if not _NARROWEST <= inches <= _WIDEST:
+        low, high = self.narrowest, self.widest
+        if not low <= inches <= high:
             raise ArgumentError(
-                f"A width of {value} is {inches:.3g} in; figures can be {_NARROWEST:g} in to {_WIDEST:g} in wide",
+                f"A width of {value} is {inches:.3g} in; figures can be {low:g} in to {high:g} in wide",
                 remedy,
                 parameter="column_width",
             )
@@ -110,10 +126,9 @@ class Style:
 
         return Figure(figsize=(width, height), layout="constrained")
 
-    @staticmethod
-    def grid(axes: Any, along: str) -> None:
+    def grid(self, axes: Any, along: str) -> None:
         """Draw a light grid behind the data, along x, y or both."""
-        axes.grid(axis=along, linewidth=0.4, color="#e3e3e3")
+        axes.grid(axis=along, linewidth=0.4, color=self.light)
         axes.set_axisbelow(True)
 
     def hatch_cell(self, axes: Any, x: float, y: float, **more: Any) -> None:
@@ -146,20 +161,6 @@ class Style:
 
 
 STYLE = Style()
-
-
-class Look(NamedTuple):
-    """How one of several series is drawn."""
-
-    colour: str
-    marker: str
-    line: str | tuple[int, tuple[float, ...]]
-
-
-# Okabe and Ito (2008), without yellow, which is too light on paper; neighbours differ in lightness.
-_COLOURS = ("#0b4f8a", "#d55e00", "#1a1a1a", "#56b4e9", "#7a3b69", "#009e73", "#e69f00", "#cc79a7")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-_LINES: tuple[str | tuple[int, tuple[float, ...]], ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 
 def legend_shape(names: Sequence[str], width: float, *, cut: int, inches: float, room: float) -> tuple[int, int]:

@@ -7,11 +7,11 @@ the second looks the answers up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import OpenedBase
 from adapterswap.experiments.evaluation.evaluating import (
@@ -28,6 +28,9 @@ from adapterswap.experiments.evaluation.results import EvaluationResult
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.processes import Processes
+
+if TYPE_CHECKING:
+    from adapterswap.experiments.evaluation.paper import Paper
 
 
 @dataclass(frozen=True)
@@ -70,21 +73,23 @@ class Exam:
     @cached_property
     def requests(self) -> tuple[Request, ...]:
         """What the tasks ask a model, equal requests once; raises the errors of `evaluating.evaluate`."""
-        from adapterswap.experiments.evaluation.paper import AllAsked, Paper
+        from adapterswap.experiments.evaluation.paper import AllAsked
 
-        loaded = tasks_to_evaluate(self.base.tokenizer, self.tasks, self.settings)
-        with harness(loaded.tasks, self.settings):
-            model = Paper(self.base, loaded, self.settings)
-            with suppress(AllAsked):
-                run_harness(model, loaded, self.settings, self.documents)
+        with self._on_paper() as (model, loaded), suppress(AllAsked):
+            run_harness(model, loaded, self.settings, self.documents)
         return tuple(model.requests)
 
     def scores(self, answers: Mapping[Request, Answer], around: Mapping[str, Any]) -> EvaluationResult:
         """The scores of a model that gave these answers; `around` is what they depend on besides the settings."""
+        with self._on_paper(answers) as (model, loaded):
+            results = run_harness(model, loaded, self.settings, self.documents)
+        return as_result(results, model, loaded.tasks, self.settings, around)
+
+    @contextmanager
+    def _on_paper(self, answers: Mapping[Request, Answer] | None = None) -> Iterator[tuple[Paper, LoadedTasks]]:
+        """The model without weights, and the tasks that it is asked."""
         from adapterswap.experiments.evaluation.paper import Paper
 
         loaded = tasks_to_evaluate(self.base.tokenizer, self.tasks, self.settings)
         with harness(loaded.tasks, self.settings):
-            model = Paper(self.base, loaded, self.settings, answers)
-            results = run_harness(model, loaded, self.settings, self.documents)
-        return as_result(results, model, loaded.tasks, self.settings, around)
+            yield Paper(self.base, loaded, self.settings, answers), loaded
