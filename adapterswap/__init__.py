@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from adapterswap.engines.gguf.export import Exported as Exported
     from adapterswap.engines.gguf.export import export as export
     from adapterswap.engines.live import LiveComposer as LiveComposer
-    from adapterswap.experiments.analysis.analyzing import Analysis as Analysis
-    from adapterswap.experiments.analysis.analyzing import analyze as analyze
+    from adapterswap.experiments.analysis.analysis import Analysis as Analysis
+    from adapterswap.experiments.analysis.analysis import analyze as analyze
     from adapterswap.experiments.analysis.dominance import Dominance as Dominance
     from adapterswap.experiments.analysis.dominance import suggest_owners as suggest_owners
-    from adapterswap.experiments.analysis.suggesting import Suggestion as Suggestion
-    from adapterswap.experiments.analysis.suggesting import suggest as suggest
+    from adapterswap.experiments.analysis.suggestion import Suggestion as Suggestion
+    from adapterswap.experiments.analysis.suggestion import suggest as suggest
     from adapterswap.experiments.evaluation import EvaluationResult as EvaluationResult
     from adapterswap.experiments.evaluation.subjects import evaluate as evaluate
     from adapterswap.experiments.reporting import Report as Report
-    from adapterswap.experiments.reporting.writing import report as report
+    from adapterswap.experiments.reporting.output import report as report
     from adapterswap.experiments.sweeps import Run as Run
     from adapterswap.experiments.sweeps import SweepRecipe as SweepRecipe
     from adapterswap.experiments.sweeps import sweep as sweep
@@ -52,15 +52,15 @@ if TYPE_CHECKING:
     from adapterswap.experiments.training import TrainReport as TrainReport
     from adapterswap.experiments.training import train as train
     from adapterswap.kit.errors import AdapterswapError as AdapterswapError
-    from adapterswap.tools.attributing import Attribution as Attribution
-    from adapterswap.tools.comparing import Comparison as Comparison
-    from adapterswap.tools.comparing import diff as diff
+    from adapterswap.tools.attribution import Attribution as Attribution
+    from adapterswap.tools.comparison import Comparison as Comparison
+    from adapterswap.tools.comparison import diff as diff
     from adapterswap.tools.conversion import convert as convert
     from adapterswap.tools.deltas import Conversion as Conversion
     from adapterswap.tools.extraction import Extraction as Extraction
     from adapterswap.tools.extraction import extract as extract
-    from adapterswap.tools.inspecting import Inspection as Inspection
-    from adapterswap.tools.inspecting import inspect as inspect
+    from adapterswap.tools.inspection import Inspection as Inspection
+    from adapterswap.tools.inspection import inspect as inspect
     from adapterswap.tools.recorded import Verification as Verification
     from adapterswap.tools.verification import verify as verify
 
@@ -69,37 +69,37 @@ __version__ = "0.1.0"
 _HOME = {
     "Adapter": "core.experts.adapter",
     "AdapterswapError": "kit.errors",
-    "Analysis": "experiments.analysis.analyzing",
-    "Attribution": "tools.attributing",
+    "Analysis": "experiments.analysis.analysis",
+    "Attribution": "tools.attribution",
     "Checkpoint": "core.model.checkpoints",
-    "Comparison": "tools.comparing",
+    "Comparison": "tools.comparison",
     "Composition": "core.planning.composition",
     "Conversion": "tools.conversion",
     "Dominance": "experiments.analysis.dominance",
     "EvaluationResult": "experiments.evaluation",
     "Exported": "engines.gguf.export",
     "Extraction": "tools.extraction",
-    "Inspection": "tools.inspecting",
+    "Inspection": "tools.inspection",
     "LiveComposer": "engines.live",
     "MergekitMerge": "core.planning.mergekit",
     "Plan": "core.planning.plan",
     "Report": "experiments.reporting",
     "Rule": "core.planning.rules",
     "Run": "experiments.sweeps",
-    "Suggestion": "experiments.analysis.suggesting",
+    "Suggestion": "experiments.analysis.suggestion",
     "SweepRecipe": "experiments.sweeps",
     "TrainRecipe": "experiments.training",
     "TrainReport": "experiments.training",
     "Verification": "tools.recorded",
-    "analyze": "experiments.analysis.analyzing",
+    "analyze": "experiments.analysis.analysis",
     "compose": "core.planning.composing",
     "convert": "tools.conversion",
     "dare": "core.planning.composing",
-    "diff": "tools.comparing",
+    "diff": "tools.comparison",
     "evaluate": "experiments.evaluation.subjects",
     "export": "engines.gguf.export",
     "extract": "tools.extraction",
-    "inspect": "tools.inspecting",
+    "inspect": "tools.inspection",
     "layer_swap": "core.planning.composing",
     "make_plan": "core.planning.making",
     "merge": "core.writing.weights",
@@ -109,11 +109,11 @@ _HOME = {
     "parse_composition": "core.planning.composition",
     "read_composition": "core.planning.composing",
     "read_mergekit": "core.planning.mergekit",
-    "report": "experiments.reporting.writing",
+    "report": "experiments.reporting.output",
     "slerp": "core.planning.composing",
     "slice_layers": "core.planning.composing",
     "soup": "core.planning.composing",
-    "suggest": "experiments.analysis.suggesting",
+    "suggest": "experiments.analysis.suggestion",
     "suggest_owners": "experiments.analysis.dominance",
     "sweep": "experiments.sweeps",
     "task_arithmetic": "core.planning.composing",

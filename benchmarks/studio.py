@@ -21,7 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.html import COLUMNS, columns
-from adapterswap.experiments.studio.serving import serve_page
+from adapterswap.experiments.studio.server import serve_page
 from adapterswap.experiments.studio.workspace import Workspace, open_lab
 
 # Resolves with the milliseconds from a key that moves the slider to the new strip and to the first new token.

@@ -22,7 +22,7 @@ from adapterswap import Composition, LiveComposer, compose, open_adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import load_experts
 from adapterswap.experiments.analysis.interference import measure
-from adapterswap.experiments.analysis.suggesting import (
+from adapterswap.experiments.analysis.suggestion import (
     choose_layers,
     importance_of_activations,
     importance_of_weights,

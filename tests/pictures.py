@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from adapterswap.kit.drawing import STYLE
+from adapterswap.kit.style import STYLE
 
 __all__ = ["check_figure", "check_files", "drawn_texts"]
 

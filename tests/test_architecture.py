@@ -16,7 +16,7 @@ from adapterswap import core
 
 ROOT = Path(adapterswap.__file__).parent
 WINGS = {
-    "kit": ("errors", "dependencies", "progress", "processes", "files", "drawing"),
+    "kit": ("errors", "dependencies", "progress", "processes", "files", "style"),
     "core": ("companions", "model", "experts", "changes", "methods", "planning", "writing"),
     "engines": ("live", "gguf", "serving"),
     "tools": (),

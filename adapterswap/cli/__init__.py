@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap import __version__
-from adapterswap.cli.printing import VERBOSE, print_errors
+from adapterswap.cli.output import VERBOSE, print_errors
 from adapterswap.kit.dependencies import explained
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -89,10 +89,10 @@ COMMANDS = {
 }
 
 _FILES = {
-    **dict.fromkeys(("compose", "merge", "export"), "composing"),
+    **dict.fromkeys(("merge", "export"), "compose"),
     **dict.fromkeys(("inspect", "slice", "convert", "extract"), "adapters"),
-    **dict.fromkeys(("verify", "diff"), "comparing"),
-    **dict.fromkeys(("analyze", "suggest"), "measuring"),
+    **dict.fromkeys(("verify", "diff"), "comparison"),
+    **dict.fromkeys(("analyze", "suggest"), "analysis"),
 }  # of other commands, the file has the command's name
 
 
@@ -108,7 +108,7 @@ _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  #
 
 def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value:
-        from adapterswap.cli.printing import be_quiet
+        from adapterswap.cli.output import be_quiet
 
         be_quiet()
 

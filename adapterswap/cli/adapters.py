@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 
 from adapterswap.cli.options import Count, Device, Dtype, Expert, Json, Rank, Result, Share
-from adapterswap.cli.printing import (
+from adapterswap.cli.output import (
     count_bar,
     echo,
     human_bytes,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
-    from adapterswap.tools.inspecting import Inspection
+    from adapterswap.tools.inspection import Inspection
 
 
 @declare("inspect")
@@ -44,7 +44,7 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
     PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap
     composed, merged or exported it, the strip shows which expert each layer came from.
     """
-    from adapterswap.tools.inspecting import inspect
+    from adapterswap.tools.inspection import inspect
 
     with working("reading"):
         inspection = inspect(path)

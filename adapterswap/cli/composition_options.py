@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 
 from adapterswap.cli.options import Count, Dtype, Expert, NamedExpert, name_and_path
-from adapterswap.cli.printing import note
+from adapterswap.cli.output import note
 from adapterswap.cli.signature import Option, Options
 from adapterswap.core import Parameter, find_method, flag_of
 from adapterswap.core.methods.registry import PARAMETERS, names_of

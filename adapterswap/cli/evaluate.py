@@ -29,7 +29,7 @@ from adapterswap.cli.options import (
     parsed_arguments,
     together,
 )
-from adapterswap.cli.printing import (
+from adapterswap.cli.output import (
     count_bar,
     echo,
     note,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from adapterswap.cli.options import Count, Folder, Json, Output
-from adapterswap.cli.printing import (
+from adapterswap.cli.output import (
     echo,
     is_quiet,
     note,

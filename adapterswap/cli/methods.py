@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from adapterswap.cli.composition_options import MethodName, parameter_text
 from adapterswap.cli.options import Json
-from adapterswap.cli.printing import echo, print_json, print_rows
+from adapterswap.cli.output import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
 from adapterswap.core import Method, find_method, flag_of
 from adapterswap.core.methods.registry import all_methods

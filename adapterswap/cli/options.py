@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import click
 from click.core import ParameterSource
 
-from adapterswap.cli.printing import note, note_output, only_warnings, print_json, working
+from adapterswap.cli.output import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.kit.errors import AdapterswapError, ArgumentError
 from adapterswap.kit.processes import Processes
@@ -211,7 +211,7 @@ class Push(NamedTuple):
         """
         settings = {"private": private, "revision": revision, "commit_message": commit_message}
         if push_to_hub is not None:
-            from adapterswap.cli.publishing import check_repository
+            from adapterswap.cli.upload import check_repository
 
             check_repository(push_to_hub)
         only_with("--push-to-hub", push_to_hub is not None, *settings)
@@ -221,7 +221,7 @@ class Push(NamedTuple):
         """Upload the folder, if --push-to-hub was passed, and print its address."""
         if self.repo is None:
             return
-        from adapterswap.cli.publishing import publish
+        from adapterswap.cli.upload import publish
 
         with working("uploading"):
             url = publish(folder, self.repo, **self.settings)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import click
 
 from adapterswap.cli.options import Folder, Json, RecipePath
-from adapterswap.cli.printing import echo, note_output, print_errors, print_json
+from adapterswap.cli.output import echo, note_output, print_errors, print_json
 from adapterswap.cli.signature import declare
 
 

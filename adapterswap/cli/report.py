@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Folder, Json, Output, Text
-from adapterswap.cli.printing import echo, note, note_output, print_json, print_table, table, working
+from adapterswap.cli.output import echo, note, note_output, print_json, print_table, table, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def report_command(
         as_json: Print JSON: the content of summary.json.
     """
     from adapterswap.experiments.reporting.latex import TableStyle
-    from adapterswap.experiments.reporting.writing import check_targets, default_out_path, report
+    from adapterswap.experiments.reporting.output import check_targets, default_out_path, report
     from adapterswap.kit.errors import ArgumentError
     from adapterswap.kit.files.text import expand
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 import click
 
 from adapterswap.cli.options import Count, Expert, Folder, Json, Place, only_with
-from adapterswap.cli.printing import echo, human_bytes, is_verbose, note, note_dry_run, print_json, working
+from adapterswap.cli.output import echo, human_bytes, is_verbose, note, note_dry_run, print_json, working
 from adapterswap.cli.signature import Command, declare
 from adapterswap.kit.dependencies import require
 

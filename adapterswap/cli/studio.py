@@ -7,7 +7,7 @@ from typing import Annotated
 import click
 
 from adapterswap.cli.options import BaseDtype, Device, Expert, Folder, Place, only_with
-from adapterswap.cli.printing import echo, note, note_dry_run, working
+from adapterswap.cli.output import echo, note, note_dry_run, working
 from adapterswap.cli.signature import declare
 from adapterswap.kit.dependencies import require
 
@@ -47,7 +47,7 @@ def studio_command(
     if lab is None and (base_model is None or experts_path is None):
         raise click.UsageError("Pass --base-model and --experts together.")
     only_with("--lab", lab, "lab_seed")
-    from adapterswap.experiments.studio.serving import serve_page
+    from adapterswap.experiments.studio.server import serve_page
     from adapterswap.experiments.studio.workspace import open_lab, open_workspace
 
     require("studio")

@@ -31,7 +31,7 @@ from adapterswap.cli.options import (
     together,
     with_short,
 )
-from adapterswap.cli.printing import (
+from adapterswap.cli.output import (
     echo,
     is_quiet,
     note,
@@ -48,7 +48,7 @@ from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
     from adapterswap.experiments.sweeps import Run, SweepProgress
-    from adapterswap.experiments.sweeps.running import Estimate
+    from adapterswap.experiments.sweeps.run import Estimate
 
 
 @declare("sweep")
@@ -109,7 +109,7 @@ def sweep_command(
     """
     from adapterswap.core import choose_device
     from adapterswap.experiments.sweeps import SweepRecipe, prepare, summarize, sweep
-    from adapterswap.experiments.sweeps.running import Estimate
+    from adapterswap.experiments.sweeps.run import Estimate
     from adapterswap.kit.files.yaml import find_recipe
 
     only_with("--ray", ray, "workers")

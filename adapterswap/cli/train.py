@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from adapterswap.cli.options import Expert, Json, Output, Pushed, RecipePath, Setting, one_voice, with_short
-from adapterswap.cli.printing import (
+from adapterswap.cli.output import (
     human_bytes,
     is_quiet,
     note,

@@ -1,1 +1,1 @@
-"""What every part may use: errors, files, progress, processes, drawing."""
+"""What every part may use: errors, files, progress, processes, style."""

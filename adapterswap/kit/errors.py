@@ -6,7 +6,7 @@ before they reach a terminal.
 
 A message refers to a parameter as you type it in Python, in backticks: "Pass `overwrite=True`", "Pass `num_layers`",
 "Pass `max_rank=64`". The command line replaces it with the flag of the same name (`--overwrite`, `--num-layers`,
-`--max-rank 64`) if the command has one: see `adapterswap.cli.printing`. So no message in the library names a flag.
+`--max-rank 64`) if the command has one: see `adapterswap.cli.output`. So no message in the library names a flag.
 """
 
 from __future__ import annotations

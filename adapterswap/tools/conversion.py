@@ -49,7 +49,7 @@ from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import expand, read_json, shown, write_json
-from adapterswap.tools.comparing import Difference, compare
+from adapterswap.tools.comparison import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
 
 _CURRENT = "0.19.0"  # the first version of PEFT with today's layout

@@ -25,8 +25,8 @@ from adapterswap.kit.errors import ArgumentError, Problems
 from adapterswap.kit.files.folders import CARD, OutputKind
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import open_files
-from adapterswap.tools.cutting import measure
-from adapterswap.tools.pairing import Selection, WeightMatrix, pair
+from adapterswap.tools.cut import measure
+from adapterswap.tools.pairs import Selection, WeightMatrix, pair
 from adapterswap.tools.recorded import Verification, added_files, contradicting, marked, reprinted
 
 _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record

@@ -34,9 +34,9 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import write_json
-from adapterswap.tools.cutting import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
+from adapterswap.tools.cut import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.extracted import hashed
-from adapterswap.tools.pairing import Reason, Selection, WeightPair, pair
+from adapterswap.tools.pairs import Reason, Selection, WeightPair, pair
 
 
 @dataclass(frozen=True)

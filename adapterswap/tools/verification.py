@@ -46,8 +46,8 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.tensorfile import TensorFile, open_files
 from adapterswap.kit.files.text import read_json
-from adapterswap.tools.attributing import Attribution, attribute, check_precision
-from adapterswap.tools.comparing import equal_bytes
+from adapterswap.tools.attribution import Attribution, attribute, check_precision
+from adapterswap.tools.comparison import equal_bytes
 from adapterswap.tools.extracted import verify_extracted
 from adapterswap.tools.recorded import (
     Verification,

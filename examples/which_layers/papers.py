@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import adapterswap
-from adapterswap.experiments.analysis.analyzing import Analysis
+from adapterswap.experiments.analysis.analysis import Analysis
 from adapterswap.experiments.analysis.interference import FractionTable
 from adapterswap.experiments.analysis.pictures import draw_fractions
 from adapterswap.experiments.lab.bases import write_base
@@ -28,7 +28,7 @@ from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
 from adapterswap.experiments.training import TrainRecipe, train
-from adapterswap.kit.drawing import STYLE, readable_on
+from adapterswap.kit.style import STYLE, readable_on
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -12,7 +12,7 @@ from click.testing import Result
 
 import adapterswap
 from adapterswap.cli import EXIT_CODES
-from adapterswap.cli.printing import with_flags
+from adapterswap.cli.output import with_flags
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -141,7 +141,7 @@ def test_a_command_ends_with_the_code_of_its_errors(
     def fail(*_: object, **__: object) -> None:
         problems.raise_if_any()
 
-    monkeypatch.setattr("adapterswap.tools.inspecting.inspect", fail)
+    monkeypatch.setattr("adapterswap.tools.inspection.inspect", fail)
     assert run("inspect", "anything").exit_code == code
 
 
@@ -154,6 +154,6 @@ def test_an_interrupted_command_ends_with_130(run: Callable[..., Result], monkey
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("adapterswap.tools.inspecting.inspect", interrupt)
+    monkeypatch.setattr("adapterswap.tools.inspection.inspect", interrupt)
     result = run("inspect", "anything")
     assert (result.exit_code, result.stdout) == (130, "")

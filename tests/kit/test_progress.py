@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from adapterswap.cli import COMMANDS
-from adapterswap.cli.printing import count_bar, progress_bar
+from adapterswap.cli.output import count_bar, progress_bar
 from adapterswap.kit import progress
 from adapterswap.kit.progress import Progress, duration, rate_text
 
@@ -183,7 +183,7 @@ def at_a_terminal(command: list[str], env: Mapping[str, str]) -> str:
 
 SHOWS = (
     "import click, time\n"
-    "from adapterswap.cli.printing import print_table, progress_bar\n"
+    "from adapterswap.cli.output import print_table, progress_bar\n"
     "from rich.table import Table\n"
     "with progress_bar('modules', 4) as advance:\n    for _ in range(4): advance(); time.sleep(0.15)\n"
     "table = Table('[green]layer[/]', header_style='bold red'); table.add_row('1'); print_table(table)\n"

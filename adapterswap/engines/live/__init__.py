@@ -3,9 +3,9 @@
 Begin with `LiveComposer`. torch, transformers and PEFT are imported only when it is used.
 """
 
-from adapterswap.engines.live.batching import Answers, stream
+from adapterswap.engines.live.batch import Answers, stream
 from adapterswap.engines.live.composer import LiveComposer
-from adapterswap.engines.live.loading import load_expert, load_experts
-from adapterswap.engines.live.switching import why_not_live
+from adapterswap.engines.live.loader import load_expert, load_experts
+from adapterswap.engines.live.switch import why_not_live
 
 __all__ = ["Answers", "LiveComposer", "load_expert", "load_experts", "stream", "why_not_live"]

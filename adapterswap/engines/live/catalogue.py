@@ -21,7 +21,7 @@ from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, factors, is_unloaded, other_tensors
-from adapterswap.engines.live.switching import Switch, make_switch
+from adapterswap.engines.live.switch import Switch, make_switch
 from adapterswap.kit.errors import AdapterswapError, CompositionError, Problems, check_type
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.tensorfile import Tensor, open_files

@@ -16,11 +16,11 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
-from adapterswap.engines.live.batching import Rows, pad_left
+from adapterswap.engines.live.batch import Rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
 from adapterswap.engines.live.inventory import is_unloaded
-from adapterswap.engines.live.loading import as_in_model, layers_taken, load_expert, slice_of
-from adapterswap.engines.live.switching import InitialState, Pin, Switch, apply_switch, unmerge
+from adapterswap.engines.live.loader import as_in_model, layers_taken, load_expert, slice_of
+from adapterswap.engines.live.switch import InitialState, Pin, Switch, apply_switch, unmerge
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:

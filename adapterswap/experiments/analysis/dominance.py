@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.core import Adapter, Composition, Rule, compose, format_layers, open_checkpoint
-from adapterswap.experiments.analysis.analyzing import Bars, no_bars
+from adapterswap.experiments.analysis.analysis import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, measure
-from adapterswap.experiments.analysis.suggesting import PROPOSAL, expert_place, from_recipe
+from adapterswap.experiments.analysis.suggestion import PROPOSAL, expert_place, from_recipe
 from adapterswap.kit.errors import ArgumentError, ExpertError, check_type
 from adapterswap.kit.files.yaml import dump_yaml
 

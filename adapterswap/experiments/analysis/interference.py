@@ -22,7 +22,7 @@ from adapterswap.core import Adapter, Checkpoint, check_one_list
 from adapterswap.core.changes.joint import cosine
 from adapterswap.core.model.layers import MAX_LAYERS, has_both_stacks
 from adapterswap.experiments.analysis.matrices import matrices
-from adapterswap.experiments.analysis.surveying import ModuleChange, ModuleInterference, survey
+from adapterswap.experiments.analysis.survey import ModuleChange, ModuleInterference, survey
 from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError
 from adapterswap.kit.files.text import csv_text, expand
 

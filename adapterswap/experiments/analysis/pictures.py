@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.analysis.interference import FractionTable, Interference
-from adapterswap.kit.drawing import STYLE, Look, legend_shape, readable_on, wrapped
+from adapterswap.kit.style import STYLE, Look, legend_shape, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

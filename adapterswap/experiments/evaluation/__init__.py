@@ -7,7 +7,7 @@ are imported when something is evaluated.
 from __future__ import annotations
 
 from adapterswap.experiments.evaluation.downloaded import score_labels
-from adapterswap.experiments.evaluation.evaluating import evaluate
+from adapterswap.experiments.evaluation.evaluator import evaluate
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, write_result
 from adapterswap.experiments.evaluation.settings import Settings
 

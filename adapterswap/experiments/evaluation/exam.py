@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import OpenedBase
-from adapterswap.experiments.evaluation.evaluating import (
+from adapterswap.experiments.evaluation.evaluator import (
     TaskPreview,
     as_result,
     evaluate,
@@ -39,7 +39,7 @@ class Exam:
 
     Attributes:
         base: its config and tokenizer.
-        tasks, settings, documents: see `evaluating.evaluate`.
+        tasks, settings, documents: see `evaluator.evaluate`.
     """
 
     base: OpenedBase
@@ -54,7 +54,7 @@ class Exam:
         return Exam(base, LoadedTasks.load(list(names), dated), dated)
 
     def preview(self) -> list[TaskPreview]:
-        """The documents, the requests and the first prompt of each task; see `evaluating.preview`."""
+        """The documents, the requests and the first prompt of each task; see `evaluator.preview`."""
         return preview(self.base.tokenizer, self.base.config, self.tasks, self.settings)
 
     def evaluate(
@@ -64,7 +64,7 @@ class Exam:
         processes: Processes | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> EvaluationResult:
-        """The scores of a model in memory; see `evaluating.evaluate`."""
+        """The scores of a model in memory; see `evaluator.evaluate`."""
         return evaluate(
             model, self.base.tokenizer, self.tasks, self.settings, documents=self.documents, processes=processes,
             on_progress=on_progress,
@@ -72,7 +72,7 @@ class Exam:
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """What the tasks ask a model, equal requests once; raises the errors of `evaluating.evaluate`."""
+        """What the tasks ask a model, equal requests once; raises the errors of `evaluator.evaluate`."""
         from adapterswap.experiments.evaluation.paper import AllAsked
 
         with self._on_paper() as (model, loaded), suppress(AllAsked):

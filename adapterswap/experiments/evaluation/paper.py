@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from adapterswap.core import OpenedBase
-from adapterswap.experiments.evaluation.evaluating import padded
+from adapterswap.experiments.evaluation.evaluator import padded
 from adapterswap.experiments.evaluation.harness import EvaluatedModel, seed_of
 from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
 from adapterswap.experiments.evaluation.results import check_texts

@@ -218,7 +218,7 @@ def _with_adapter(model: Any, adapter: Source) -> Any:
     """`model` with one adapter. Every tensor of its file must find its place, except copies of the model's own."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    from adapterswap.engines.live.loading import check_copies, folder_without_copies
+    from adapterswap.engines.live.loader import check_copies, folder_without_copies
 
     file = TensorFile.read(adapter.folder / WEIGHTS)
     modules = dict(model.named_modules())

@@ -104,7 +104,7 @@ class FrenchPlan:
         """
         require("eval")
         require("lab", "scipy", "jinja2")
-        from adapterswap.experiments.reporting.writing import report
+        from adapterswap.experiments.reporting.output import report
         from adapterswap.experiments.sweeps import SweepProgress, SweepRecipe, sweep
 
         folder = self.out_path

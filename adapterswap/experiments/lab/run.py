@@ -13,10 +13,10 @@ from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult,
 from adapterswap.experiments.lab.seeds import Finished, SeedReporter, run_study
 from adapterswap.experiments.lab.study import LAB_FORMAT, Study
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import visible
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
+from adapterswap.kit.style import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,7 +136,7 @@ class LabPlan:
             AdapterswapError: a seed failed; see `run_study`.
         """
         require("lab")
-        from adapterswap.experiments.reporting.writing import write_lab_report
+        from adapterswap.experiments.reporting.output import write_lab_report
 
         with LAB.folder(self.out_path, overwrite=self.overwrite) as folder:
             study = run_study(

@@ -6,8 +6,8 @@ package imports neither scipy nor jinja2.
 
 from __future__ import annotations
 
+from adapterswap.experiments.reporting.output import write_report
 from adapterswap.experiments.reporting.report import Report, make_report
 from adapterswap.experiments.reporting.source import ReportSource, open_source
-from adapterswap.experiments.reporting.writing import write_report
 
 __all__ = ["Report", "ReportSource", "make_report", "open_source", "write_report"]

@@ -17,7 +17,7 @@ from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE, legend_shape, readable_on, wrapped
+from adapterswap.kit.style import STYLE, legend_shape, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

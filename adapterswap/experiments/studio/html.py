@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from adapterswap.core import BASE, Composition, Plan
 from adapterswap.core.planning.describe import COLOURS
 from adapterswap.core.planning.slots import Slot
-from adapterswap.experiments.analysis.analyzing import Analysis
-from adapterswap.experiments.analysis.suggesting import Suggestion
+from adapterswap.experiments.analysis.analysis import Analysis
+from adapterswap.experiments.analysis.suggestion import Suggestion
 from adapterswap.experiments.lab.shown import LabProblems
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.workspace import Scores, Workspace, alone
 from adapterswap.kit.errors import AdapterswapError, printable
 
 if TYPE_CHECKING:
-    from adapterswap.engines.live.batching import Answers
+    from adapterswap.engines.live.batch import Answers
 
 
 _REMARKS = 4

@@ -20,12 +20,12 @@ import gradio as gr
 from gradio.exceptions import ComponentProcessingError, InvalidPathError
 
 from adapterswap.core import BASE, ZONES
-from adapterswap.experiments.studio import evaluating
-from adapterswap.experiments.studio.answering import Answering
+from adapterswap.experiments.studio import evaluations
+from adapterswap.experiments.studio.answers import Answering
 from adapterswap.experiments.studio.choice import LONGEST_PROMPT, Choice, check_values, first_choice, from_address
 from adapterswap.experiments.studio.controls import WEIGHTS, Controls, is_offered, packed, title_of
-from adapterswap.experiments.studio.exporting import FILES, lines, write_file
-from adapterswap.experiments.studio.guarding import REFUSED
+from adapterswap.experiments.studio.export import FILES, lines, write_file
+from adapterswap.experiments.studio.guards import REFUSED
 from adapterswap.experiments.studio.html import (
     COLUMNS,
     analysis_html,
@@ -50,7 +50,7 @@ _PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value
 _STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
 _ROWS = f"""element.addEventListener("change", async (event) => {{
   const [file] = event.target.files;
-  props.value = file ? await file.slice(0, {evaluating.LARGEST_FILE + 1}).text() : "";
+  props.value = file ? await file.slice(0, {evaluations.LARGEST_FILE + 1}).text() : "";
 }});"""
 _REPLACE = "(address) => { history.replaceState(null, '', address + location.hash); return []; }"
 
@@ -216,7 +216,7 @@ class _Page:
         self.measured = gr.HTML("", elem_id="measured")
 
     def _evaluate(self) -> None:
-        known = evaluating.tasks(self.workspace)
+        known = evaluations.tasks(self.workspace)
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
@@ -232,7 +232,7 @@ class _Page:
             self.evaluate_stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="evaluate-stop")
         self.progress = gr.HTML("", elem_id="evaluating")
         self.kept = gr.BrowserState([], storage_key="adapterswap-evaluated", secret="adapterswap")
-        self.table = gr.HTML(evaluating.table_html([]), elem_id="evaluated")
+        self.table = gr.HTML(evaluations.table_html([]), elem_id="evaluated")
         with gr.Row(elem_id="kept"):
             self.save_table = gr.Button("Export as CSV", size="sm", elem_id="export")
             self.forget = gr.Button("Clear the table", size="sm")
@@ -387,25 +387,25 @@ class _Page:
     ) -> Iterator[list[Any]]:
         """What `_evaluate_now` yields."""
         choice = self._choice(*inputs)
-        rows = evaluating.as_rows(kept)
+        rows = evaluations.as_rows(kept)
         try:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
-            if task == evaluating.OWN_FILE and not content:
+            if task == evaluations.OWN_FILE and not content:
                 raise CompositionError("No file was chosen", "Choose one above", parameter="file")
-            own = evaluating.read_rows(str(content)) if task == evaluating.OWN_FILE else ()
+            own = evaluations.read_rows(str(content)) if task == evaluations.OWN_FILE else ()
             address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
             yield [progress_html(None), gr.skip(), gr.skip()]
-            for news in evaluating.evaluate_live(
+            for news in evaluations.evaluate_live(
                 self.workspace, composition, task, limit, label=label_of(choice), address=address,
                 stopped=stopped, rows=own,
             ):  # fmt: skip
-                if isinstance(news, evaluating.Progress):
+                if isinstance(news, evaluations.Progress):
                     yield [progress_html(news), gr.skip(), gr.skip()]
                 else:
                     rows = [*rows, news]
-                    yield ["", [asdict(row) for row in rows], evaluating.table_html(rows)]
-            if stopped.is_set() and (not rows or len(rows) == len(evaluating.as_rows(kept))):
+                    yield ["", [asdict(row) for row in rows], evaluations.table_html(rows)]
+            if stopped.is_set() and (not rows or len(rows) == len(evaluations.as_rows(kept))):
                 yield ['<p class="timing">Stopped.</p>', gr.skip(), gr.skip()]
         except AdapterswapError as error:
             yield [error_html(error), gr.skip(), gr.skip()]
@@ -436,7 +436,7 @@ class _Page:
             use, [self.zones, self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN
         ).success(**self._again)
         self.task.input(
-            lambda task: gr.update(visible=task == evaluating.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
+            lambda task: gr.update(visible=task == evaluations.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
         )
         self.evaluate.click(
             self._evaluate_now, [self.task, self.limit, self.rows, self.kept, *self._inputs],
@@ -450,15 +450,15 @@ class _Page:
         blocks.unload(stop)
 
         def table(kept: Any) -> str:
-            return evaluating.table_html(evaluating.as_rows(kept))
+            return evaluations.table_html(evaluations.as_rows(kept))
 
         self.kept.change(table, self.kept, self.table, **_FAST, **_HIDDEN)  # also when the browser restores it
-        self.forget.click(lambda: [[], evaluating.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
+        self.forget.click(lambda: [[], evaluations.table_html([])], None, [self.kept, self.table], **_FAST, **_HIDDEN)
 
         def export(kept: Any) -> Iterator[Any]:
             with scratch_folder("studio") as folder:
                 path = folder / "evaluated.csv"
-                path.write_text(evaluating.as_csv(evaluating.as_rows(kept)), encoding="utf-8")
+                path.write_text(evaluations.as_csv(evaluations.as_rows(kept)), encoding="utf-8")
                 yield gr.update(value=str(path), visible=True)
 
         self.save_table.click(export, self.kept, self.exported, **_HIDDEN)
@@ -553,7 +553,7 @@ def _with_kind(make: Callable[..., Iterator[list[Any]]], kind: str) -> Callable[
     return call
 
 
-def progress_html(progress: evaluating.Progress | None) -> str:
+def progress_html(progress: evaluations.Progress | None) -> str:
     """A progress bar, or a note that the model is busy."""
     if progress is None or not progress.of:
         return '<p class="timing" role="status">Waiting for the model …</p>'

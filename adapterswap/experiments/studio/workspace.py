@@ -32,8 +32,8 @@ from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.engines.live.inventory import layers_of_base
 from adapterswap.engines.serving import read_manifest
 from adapterswap.engines.serving.names import check_expert_name
-from adapterswap.experiments.analysis.analyzing import Analysis, analyze
-from adapterswap.experiments.analysis.suggesting import Suggestion, suggest
+from adapterswap.experiments.analysis.analysis import Analysis, analyze
+from adapterswap.experiments.analysis.suggestion import Suggestion, suggest
 from adapterswap.experiments.lab.shown import LabProblems, find_models
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.kit.errors import (
@@ -44,7 +44,7 @@ from adapterswap.kit.errors import (
 from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
-    from adapterswap.engines.live.batching import Answers
+    from adapterswap.engines.live.batch import Answers
     from adapterswap.engines.live.catalogue import Composable
 
 

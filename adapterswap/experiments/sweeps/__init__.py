@@ -18,7 +18,7 @@ from adapterswap.experiments.sweeps.results import (
     read_prompts,
     read_samples,
 )
-from adapterswap.experiments.sweeps.running import SweepProgress, sweep
+from adapterswap.experiments.sweeps.run import SweepProgress, sweep
 from adapterswap.experiments.sweeps.summary import Row, best_of, summarize
 
 __all__ = [

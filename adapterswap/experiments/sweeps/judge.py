@@ -113,7 +113,7 @@ class LocalJudge:
 
     def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
         from adapterswap.core import choose_device
-        from adapterswap.experiments.evaluation.evaluating import surroundings
+        from adapterswap.experiments.evaluation.evaluator import surroundings
 
         self._prepared, self._processes = prepared, processes
         self._device, self._dtype = choose_device(device), dtype

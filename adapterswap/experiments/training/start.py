@@ -166,7 +166,7 @@ def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
     from safetensors import safe_open
 
     from adapterswap.engines.live.inventory import factors_by_module
-    from adapterswap.engines.live.loading import check_copies
+    from adapterswap.engines.live.loader import check_copies
 
     adapter, tensors = start.adapter, factors_by_module(model, "default")
     old_names = {old: new for new, old in adapter.original.items()}
@@ -181,7 +181,7 @@ def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
 def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
     """The base's model with the start in it: merged into its weights or, if those are quantized, added to outputs."""
     from adapterswap.engines.live.inventory import factors_by_module
-    from adapterswap.engines.live.loading import load_expert
+    from adapterswap.engines.live.loader import load_expert
 
     loaded = load_expert(model, start.adapter, "below")
     if not quantized:

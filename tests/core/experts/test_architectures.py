@@ -19,7 +19,7 @@ from tolerances import close
 import adapterswap
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.model.sources import Source
-from adapterswap.engines.live.loading import load_expert
+from adapterswap.engines.live.loader import load_expert
 from adapterswap.experiments.evaluation.subjects import _with_adapter
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 

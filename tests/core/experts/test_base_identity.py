@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap.core.model.loading import OpenedBase
 from adapterswap.core.model.sources import Records, Source
-from adapterswap.engines.live.loading import load_expert
+from adapterswap.engines.live.loader import load_expert
 from adapterswap.engines.serving.cache import Cache
 from adapterswap.engines.serving.composer import NamedComposer
 from adapterswap.engines.serving.names import Manifest

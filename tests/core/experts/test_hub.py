@@ -17,7 +17,7 @@ import pytest
 from click.testing import Result
 from huggingface_hub import constants
 
-from adapterswap.cli.publishing import check_repository
+from adapterswap.cli.upload import check_repository
 from adapterswap.kit.errors import ArgumentError
 
 Run = Callable[..., Result]

@@ -18,7 +18,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.cli.composing import compose_command
+from adapterswap.cli.compose import compose_command
 from adapterswap.core.methods.method import DENSITY, NonlinearMethod, SpanMethod
 from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, RESERVED, find_method, names_of
 from adapterswap.core.methods.spectral import CoreMethod

@@ -28,11 +28,11 @@ from adapterswap.core.experts.adapter import open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.writing.resolving import Resolved
 from adapterswap.experiments.analysis import Changes, choose_threshold, measure, read_fractions
-from adapterswap.experiments.analysis.analyzing import analyze
+from adapterswap.experiments.analysis.analysis import analyze
 from adapterswap.experiments.analysis.interference import FractionTable, Interference, write_fractions
 from adapterswap.experiments.analysis.pictures import describe_fractions, draw_fractions, draw_norms, family_of
-from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import DataError
+from adapterswap.kit.style import STYLE
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ARCHITECTURES = ["llama", "gpt2", "neox"]

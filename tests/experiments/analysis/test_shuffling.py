@@ -13,11 +13,11 @@ from tolerances import near
 
 from adapterswap.core.experts.adapter import open_adapter, open_expert
 from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.experiments.analysis.analyzing import analyze
+from adapterswap.experiments.analysis.analysis import analyze
 from adapterswap.experiments.analysis.interference import Interference
 from adapterswap.experiments.analysis.pictures import draw_interference, draw_meetings
-from adapterswap.experiments.analysis.surveying import Marginals, shuffled_overlap, shuffled_product
-from adapterswap.kit.drawing import STYLE
+from adapterswap.experiments.analysis.survey import Marginals, shuffled_overlap, shuffled_product
+from adapterswap.kit.style import STYLE
 
 from .test_analyze import compare, deltas, full_expert
 

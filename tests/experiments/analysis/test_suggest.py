@@ -23,7 +23,7 @@ from adapterswap.core.planning.composing import soup
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import load_experts
 from adapterswap.experiments.analysis.interference import measure
-from adapterswap.experiments.analysis.suggesting import (
+from adapterswap.experiments.analysis.suggestion import (
     Importance,
     choose_layers,
     importance_of_activations,

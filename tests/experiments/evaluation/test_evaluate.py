@@ -26,7 +26,7 @@ from adapterswap.experiments.evaluation import (
     evaluate,
     write_result,
 )
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
 from adapterswap.kit.errors import ArgumentError, RunError
 

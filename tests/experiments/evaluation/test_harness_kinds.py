@@ -16,7 +16,7 @@ from tolerances import near
 
 from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
 from adapterswap.experiments.evaluation.downloaded import is_flores
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.evaluation.stock_tasks import _manager
 from adapterswap.experiments.evaluation.tasks import LoadedTasks

@@ -16,7 +16,7 @@ from refusals import refused
 from tiers import ALL
 
 from adapterswap.experiments.evaluation import Settings
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.harness import in_batches
 from adapterswap.kit.errors import ArgumentError
 from adapterswap.kit.processes import Processes

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 import adapterswap
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.subjects import Evaluation
 from adapterswap.kit.errors import ArgumentError, BaseModelError, DataError
 

@@ -17,7 +17,7 @@ from click.testing import Result
 from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.stock_tasks import _manager, from_source, harness_folder, refuse_task_code
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.sweeps import SweepRecipe

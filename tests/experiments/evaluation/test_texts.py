@@ -13,7 +13,7 @@ from click.testing import Result
 from refusals import refused
 
 from adapterswap.experiments.evaluation import Settings, evaluate
-from adapterswap.experiments.evaluation.evaluating import preview
+from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError

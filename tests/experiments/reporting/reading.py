@@ -9,7 +9,7 @@ from typing import Any
 from adapterswap.experiments.reporting import Report, make_report, open_source
 from adapterswap.experiments.reporting.headline import MethodRow
 from adapterswap.experiments.reporting.latex import csv_table, latex_table
-from adapterswap.experiments.reporting.writing import render_page
+from adapterswap.experiments.reporting.output import render_page
 
 SW, EN, TE = "mgsm_native_cot_sw", "mgsm_native_cot_en", "mgsm_native_cot_te"
 

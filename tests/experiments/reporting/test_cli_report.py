@@ -16,7 +16,7 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.experiments.lab.seed import METHODS
 from adapterswap.experiments.reporting import make_report, open_source
-from adapterswap.experiments.reporting.writing import report
+from adapterswap.experiments.reporting.output import report
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import Written

@@ -12,8 +12,8 @@ from adapterswap.cli.report import _table
 from adapterswap.cli.sweep import _print
 from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.latex import latex_table
+from adapterswap.experiments.reporting.output import render_page, report
 from adapterswap.experiments.reporting.statistics import bootstrap
-from adapterswap.experiments.reporting.writing import render_page, report
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
 

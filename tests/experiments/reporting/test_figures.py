@@ -16,8 +16,8 @@ from adapterswap.experiments.reporting.figures import PlannedFigure, plan_figure
 from adapterswap.experiments.reporting.statistics import cliques
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
-from adapterswap.kit.drawing import STYLE, readable_on, wrapped
 from adapterswap.kit.errors import ArgumentError
+from adapterswap.kit.style import STYLE, readable_on, wrapped
 
 from .conftest import Written
 from .crafting import craft, recipe

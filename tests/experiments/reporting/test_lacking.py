@@ -18,7 +18,7 @@ from adapterswap.cli import main
 from adapterswap.experiments.reporting import open_source
 from adapterswap.experiments.reporting.figures import plan_figures
 from adapterswap.experiments.reporting.latex import csv_table, latex_table
-from adapterswap.experiments.reporting.writing import render_page
+from adapterswap.experiments.reporting.output import render_page
 from adapterswap.experiments.sweeps import summarize
 from adapterswap.experiments.sweeps.grid import Cell
 from adapterswap.experiments.sweeps.results import Run, RungResult

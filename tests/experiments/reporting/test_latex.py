@@ -15,7 +15,7 @@ from adapterswap.cli import main
 from adapterswap.core.planning.describe import error_text
 from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.latex import COLUMNS, TableStyle, latex_table
-from adapterswap.experiments.reporting.writing import render_page
+from adapterswap.experiments.reporting.output import render_page
 from adapterswap.kit.errors import ArgumentError
 
 from .conftest import Written

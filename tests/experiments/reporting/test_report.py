@@ -12,7 +12,7 @@ import pytest
 from markupsafe import Markup
 from scipy import stats
 
-from adapterswap.experiments.reporting.writing import _environment
+from adapterswap.experiments.reporting.output import _environment
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.results import CellResult
 
@@ -174,7 +174,7 @@ def test_the_commands_run(written: Written) -> None:
     """The options of the commands are options of the command line, with values that it takes."""
     import shlex
 
-    from adapterswap.cli.composing import compose_command as compose
+    from adapterswap.cli.compose import compose_command as compose
     from adapterswap.cli.evaluate import evaluate_command as evaluate
 
     assert len(written.report.compositions) == 9

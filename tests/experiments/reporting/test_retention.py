@@ -12,7 +12,7 @@ from tolerances import near
 
 from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.latex import TableStyle, csv_table, latex_table
-from adapterswap.experiments.reporting.writing import render_page
+from adapterswap.experiments.reporting.output import render_page
 from adapterswap.experiments.sweeps.grid import Cell
 
 from .crafting import craft, recipe

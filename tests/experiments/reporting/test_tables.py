@@ -19,8 +19,8 @@ import pytest
 from adapterswap.experiments.reporting import make_report, open_source, write_report
 from adapterswap.experiments.reporting.figures import plan_figures
 from adapterswap.experiments.reporting.latex import csv_table, latex_table
-from adapterswap.experiments.reporting.writing import render_page
-from adapterswap.kit.drawing import STYLE
+from adapterswap.experiments.reporting.output import render_page
+from adapterswap.kit.style import STYLE
 
 from .conftest import Written
 from .crafting import HOSTILE

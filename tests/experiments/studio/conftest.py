@@ -62,7 +62,7 @@ class Served:
 def serve() -> Iterator[Callable[[Workspace], str]]:
     """`serve(workspace)` is the address of its page, until the tests end."""
     pytest.importorskip("gradio")
-    from adapterswap.experiments.studio.serving import serve_page
+    from adapterswap.experiments.studio.server import serve_page
 
     urls: list[str] = []
     ends = []

@@ -18,11 +18,11 @@ from scipy.stats import binomtest
 from adapterswap.cli import main
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.planning.composition import Composition
-from adapterswap.engines.live.batching import Answers
+from adapterswap.engines.live.batch import Answers
 from adapterswap.experiments.evaluation.answers import is_right
-from adapterswap.experiments.studio import evaluating
+from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address, paint
-from adapterswap.experiments.studio.exporting import lines, write_file
+from adapterswap.experiments.studio.export import lines, write_file
 from adapterswap.experiments.studio.html import Column, answers_html
 from adapterswap.experiments.studio.workspace import Workspace, open_lab, open_workspace
 from adapterswap.kit.errors import (
@@ -237,16 +237,16 @@ def test_a_folder_that_is_not_a_lab_run(tmp_path: Path, lab_run: Path) -> None:
 @pytest.mark.parametrize(("right", "of"), [(0, 10), (10, 10), (3, 7), (59, 100), (1, 1)])
 def test_the_interval_matches_wilson(right: int, of: int) -> None:
     expected = binomtest(right, of).proportion_ci(method="wilson")
-    np.testing.assert_almost_equal(evaluating.interval(right, of), (expected.low, expected.high), decimal=7)
+    np.testing.assert_almost_equal(evaluations.interval(right, of), (expected.low, expected.high), decimal=7)
 
 
 def test_stored_browser_state_is_checked() -> None:
     row = {"composition": "=1+1", "address": "?task=math", "task": "lab", "right": 3, "of": 4, "low": 0.1, "high": 0.9}
     kept = [row, {**row, "of": 0}, {**row, "address": "javascript:alert(1)"}, {"right": 1}, 7, {**row, "low": "x"}]
     kept += [{**row, "composition": ["a"]}, {**row, "right": 10**400}, {**row, "of": 10**400}, {**row, "high": 1e999}]
-    assert [found.right for found in evaluating.as_rows(kept)] == [3]
-    assert evaluating.as_rows("nonsense") == []
-    assert "\n'=1+1,lab,3,4,0.75" in evaluating.as_csv(evaluating.as_rows(kept))
+    assert [found.right for found in evaluations.as_rows(kept)] == [3]
+    assert evaluations.as_rows("nonsense") == []
+    assert "\n'=1+1,lab,3,4,0.75" in evaluations.as_csv(evaluations.as_rows(kept))
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_stored_browser_state_is_checked() -> None:
 )  # fmt: skip
 def test_a_file_of_rows_is_read_or_refused(content: str) -> None:
     row = '{"prompt": "a b", "answer": 4}'
-    assert evaluating.read_rows(f"\n{row}\r\n") == [("a b", "4")]
+    assert evaluations.read_rows(f"\n{row}\r\n") == [("a b", "4")]
     with pytest.raises(DataError):
-        evaluating.read_rows(content)
+        evaluations.read_rows(content)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
-from adapterswap.experiments.studio import evaluating
+from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.workspace import Workspace, open_workspace
 from tests.experiments.evaluation.conftest import byte_tokenizer, pico_model
@@ -44,7 +44,7 @@ def test_an_uploaded_file_is_evaluated_and_stays_visible(visit: Visit, workspace
     bad.write_text('{"prompt": "a"}\n', encoding="utf-8")
     good.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     page = visit(QUERY)
-    evaluate_on(page, evaluating.OWN_FILE)
+    evaluate_on(page, evaluations.OWN_FILE)
     page.locator("#evaluate").click()
     page.locator("#evaluating .problem", has_text="no file").wait_for()
     upload(page, bad)
@@ -90,7 +90,7 @@ def test_mgsm_is_scored_as_evaluate_scores_it(
     page.locator("#evaluated td").first.wait_for()
     golds = [gold for _, gold in read_mgsm("en").questions[:10]]
     assert page.locator("#evaluated td.number").first.inner_text() == f"{golds.count(18)} / 10"
-    low, high = evaluating.interval(golds.count(18), 10)
+    low, high = evaluations.interval(golds.count(18), 10)
     assert page.locator("#evaluated td.number").nth(2).inner_text() == f"{low:.1%} – {high:.1%}"
     with workspace.turns.turn(), workspace.live.use(composition):
         assert set(plans) == {repr(workspace.live.plan)}
@@ -107,7 +107,7 @@ def test_a_task_that_does_not_fit_the_model_is_reported(visit: Visit) -> None:
 
 def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPatch) -> None:
     going, released = threading.Event(), threading.Event()
-    score = evaluating._score_lab
+    score = evaluations._score_lab
 
     def held(workspace: Workspace, task: str, limit: int, step: Any) -> Any:
         step(0, limit)
@@ -115,7 +115,7 @@ def test_an_evaluation_can_be_stopped(visit: Visit, monkeypatch: pytest.MonkeyPa
         assert released.wait(900)
         return score(workspace, task, limit, step)
 
-    monkeypatch.setattr(evaluating, "_score_lab", held)
+    monkeypatch.setattr(evaluations, "_score_lab", held)
     page = visit(QUERY)
     page.get_by_role("tab", name="Evaluate").click()
     page.locator("#evaluate").click()

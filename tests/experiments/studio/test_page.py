@@ -25,11 +25,11 @@ from adapterswap.core.methods.registry import find_method
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.experiments.lab.scenes import SCENES, draw_problems
 from adapterswap.experiments.lab.seed import Questions
-from adapterswap.experiments.studio import evaluating
+from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address
 from adapterswap.experiments.studio.controls import presets
 from adapterswap.experiments.studio.html import COLUMNS, columns
-from adapterswap.experiments.studio.serving import serve_page
+from adapterswap.experiments.studio.server import serve_page
 from adapterswap.experiments.studio.workspace import Workspace, open_lab, open_workspace
 from adapterswap.kit.errors import AdapterswapError
 
@@ -531,10 +531,10 @@ def test_a_file_is_scored_by_its_answers(workspace: Workspace) -> None:
     prompt = "Eva ka leles fika paris ."
     *_, last = workspace.answers(prompt, [composition], max_new_tokens=256, chat=False)
     rows = [(prompt, last.texts[0].strip()), (prompt, "no such answer")]
-    *_, row = evaluating.evaluate_live(
-        workspace, composition, evaluating.OWN_FILE, 10, label="x", address=query, stopped=threading.Event(), rows=rows
+    *_, row = evaluations.evaluate_live(
+        workspace, composition, evaluations.OWN_FILE, 10, label="x", address=query, stopped=threading.Event(), rows=rows
     )
-    assert isinstance(row, evaluating.Evaluated)
+    assert isinstance(row, evaluations.Evaluated)
     assert (row.right, row.of) == (1, 2)
 
 
@@ -550,8 +550,8 @@ def test_an_evaluation_lets_others_in_and_can_be_stopped(workspace: Workspace) -
     others: list[threading.Thread] = []
     stopped = threading.Event()
     found = None
-    for news in evaluating.evaluate_live(workspace, composition, task, 200, label="x", address="?", stopped=stopped):
-        if isinstance(news, evaluating.Evaluated):
+    for news in evaluations.evaluate_live(workspace, composition, task, 200, label="x", address="?", stopped=stopped):
+        if isinstance(news, evaluations.Evaluated):
             found = news
         elif len(others) < 3:
             others.append(threading.Thread(target=ask))
@@ -564,10 +564,10 @@ def test_an_evaluation_lets_others_in_and_can_be_stopped(workspace: Workspace) -
     assert (found.right, found.of, got) == (right.sum(), 200, [True] * 3)
     stopped = threading.Event()
     seen = []
-    for news in evaluating.evaluate_live(workspace, composition, task, 500, label="x", address="?", stopped=stopped):
+    for news in evaluations.evaluate_live(workspace, composition, task, 500, label="x", address="?", stopped=stopped):
         stopped.set()
         seen.append(news)
-    assert not any(isinstance(news, evaluating.Evaluated) for news in seen)
+    assert not any(isinstance(news, evaluations.Evaluated) for news in seen)
     with workspace.turns.turn():
         assert workspace.live.plan is None
 
@@ -610,7 +610,7 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
     def evaluated(language: str) -> None:
         task = f"lab problems in {language}"
         list(
-            evaluating.evaluate_live(
+            evaluations.evaluate_live(
                 workspace, requested[language], task, 300, label="", address="?", stopped=threading.Event()
             )
         )

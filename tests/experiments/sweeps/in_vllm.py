@@ -42,7 +42,7 @@ def do(step: dict[str, Any]) -> Any:
 
     from adapterswap import evaluate
     from adapterswap.experiments.sweeps import SweepRecipe, sweep
-    from adapterswap.experiments.sweeps.running import SweepProgress
+    from adapterswap.experiments.sweeps.run import SweepProgress
     from adapterswap.kit.errors import AdapterswapError
 
     def tell(progress: SweepProgress) -> None:

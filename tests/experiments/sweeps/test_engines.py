@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from adapterswap import evaluate
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, sweep
-from adapterswap.experiments.sweeps.running import Estimate
+from adapterswap.experiments.sweeps.run import Estimate
 from adapterswap.kit.errors import ArgumentError, DependencyError, FieldError, RunError, UnsupportedError
 from experiments.evaluation.conftest import byte_tokenizer
 

@@ -17,7 +17,7 @@ from adapterswap.experiments.sweeps.grid import Assignment, Cell, Trial
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Halving, Search
 from adapterswap.experiments.sweeps.results import Findings, RungResult, TaskValue
-from adapterswap.experiments.sweeps.running import Estimate
+from adapterswap.experiments.sweeps.run import Estimate
 from adapterswap.experiments.sweeps.search import ask, rungs
 
 from .conftest import plain

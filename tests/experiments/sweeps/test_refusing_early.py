@@ -8,7 +8,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.experiments.sweeps import prepared
-from adapterswap.experiments.sweeps.running import sweep
+from adapterswap.experiments.sweeps.run import sweep
 from adapterswap.kit.errors import OutputError
 
 

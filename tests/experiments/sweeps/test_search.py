@@ -18,7 +18,7 @@ from adapterswap.experiments.sweeps.grid import Trial
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
 from adapterswap.experiments.sweeps.results import CellResult, Findings, TaskValue
-from adapterswap.experiments.sweeps.running import Estimate
+from adapterswap.experiments.sweeps.run import Estimate
 from adapterswap.experiments.sweeps.search import ask, batches
 from adapterswap.kit.errors import DataError, FieldError
 

@@ -84,7 +84,7 @@ def test_diff_reads_large_weights_in_blocks(
     heads: tuple[Path, Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = parsed(run("diff", *heads, "--json"))["saved"]["lm_head"]
-    monkeypatch.setattr("adapterswap.tools.comparing._BLOCK", 100)
+    monkeypatch.setattr("adapterswap.tools.comparison._BLOCK", 100)
     blocks = parsed(run("diff", *heads, "--json"))["saved"]["lm_head"]
     for key in ("norms", "apart", "distance"):
         assert blocks[key] == near(whole[key], dtype=torch.float64)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Expert, Json, NamedExpert, name_and_path
-from adapterswap.cli.printing import echo, note, print_errors, print_json, print_rows, rare_collections, working
+from adapterswap.cli.output import echo, note, print_errors, print_json, print_rows, rare_collections, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from adapterswap.tools.comparing import Comparison, Difference, SavedDifference
+    from adapterswap.tools.comparison import Comparison, Difference, SavedDifference
     from adapterswap.tools.recorded import Verification
 
 
@@ -51,7 +51,7 @@ def verify_command(
         base_model: The base model, if it came from a folder.
     """
     from adapterswap.cli.composition_options import parsed_rules
-    from adapterswap.tools.attributing import Attribution
+    from adapterswap.tools.attribution import Attribution
     from adapterswap.tools.verification import verify
 
     source_paths = dict(map(name_and_path, experts))
@@ -129,7 +129,7 @@ def diff_command(
         by_module: Print a row per module instead of per layer.
         max_distance: Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.
     """
-    from adapterswap.tools.comparing import diff
+    from adapterswap.tools.comparison import diff
 
     if max_distance is not None and not max_distance >= 0:  # click lets `nan` pass
         raise click.UsageError(f"--max-distance is {max_distance:g}, but must be 0 or more.")

@@ -1,6 +1,6 @@
 """Serve the page: to this machine only, unless another host is chosen.
 
-Gradio's analytics are off and fonts are the system's. `guarding` refuses what does not come from the page itself.
+Gradio's analytics are off and fonts are the system's. `guards` refuses what does not come from the page itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _launch(workspace: Workspace, host: str, port: int | None, open_browser: boo
     os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
 
-    from adapterswap.experiments.studio.guarding import guards
+    from adapterswap.experiments.studio.guards import guards
     from adapterswap.experiments.studio.page import make_page, page_css
 
     page = make_page(workspace).queue(default_concurrency_limit=None, max_size=200)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from adapterswap.core import BASE, Adapter, Composition, Plan, format_layers, make_plan, soup
 from adapterswap.engines.live import LiveComposer, load_experts
-from adapterswap.experiments.analysis.analyzing import Bars, no_bars
+from adapterswap.experiments.analysis.analysis import Bars, no_bars
 from adapterswap.experiments.analysis.interference import Block, Changes, measure
 from adapterswap.experiments.training.texts import common_readers
 from adapterswap.kit.errors import ArgumentError, DataError, ExpertError, UnsupportedError, check_type

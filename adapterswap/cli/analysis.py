@@ -9,7 +9,7 @@ import click
 
 from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Output, Place, only_with
-from adapterswap.cli.printing import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
+from adapterswap.cli.output import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
 from adapterswap.core import flag_of
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from adapterswap.core import Plan
-    from adapterswap.experiments.analysis.analyzing import Analysis
+    from adapterswap.experiments.analysis.analysis import Analysis
     from adapterswap.experiments.analysis.dominance import Dominance
-    from adapterswap.experiments.analysis.suggesting import Suggestion
+    from adapterswap.experiments.analysis.suggestion import Suggestion
 
 
 _COLUMNS = 6  # of a table, so that it fits 80 characters
@@ -52,7 +52,7 @@ def analyze_command(
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
     """
-    from adapterswap.experiments.analysis.analyzing import Analysis, analyze, count_matrices
+    from adapterswap.experiments.analysis.analysis import Analysis, analyze, count_matrices
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
@@ -238,7 +238,7 @@ def suggest_command(
         raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
         raise click.UsageError("Texts require --base-model, which reads them.")
-    from adapterswap.experiments.analysis.suggesting import prepare, suggest
+    from adapterswap.experiments.analysis.suggestion import prepare, suggest
 
     if dry_run:
         files = {"task": task_texts, "language": language_texts}

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import adapterswap
 from adapterswap.kit.errors import ArgumentError, ExpertError, UnsupportedError
-from adapterswap.tools.attributing import Attribution
+from adapterswap.tools.attribution import Attribution
 
 Expert = Callable[..., Path]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

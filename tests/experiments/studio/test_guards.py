@@ -26,7 +26,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from adapterswap.experiments.studio.guarding import guards
+from adapterswap.experiments.studio.guards import guards
 
 JSON = {"content-type": "application/json"}
 EVIL = {"origin": "https://evil.example"}

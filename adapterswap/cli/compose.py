@@ -26,7 +26,7 @@ from adapterswap.cli.options import (
     Writing,
     only_with,
 )
-from adapterswap.cli.printing import echo, human_bytes, note, progress_bar, rare_collections, working
+from adapterswap.cli.output import echo, human_bytes, note, progress_bar, rare_collections, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:

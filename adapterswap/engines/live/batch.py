@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.model.layers import ModelConfig
 from adapterswap.engines.live.inventory import Inventory, factors, other_tensors, parameter_of, scale_of
-from adapterswap.engines.live.switching import Switch, apply_switch, check_loaded
+from adapterswap.engines.live.switch import Switch, apply_switch, check_loaded
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 
 if TYPE_CHECKING:

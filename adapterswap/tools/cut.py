@@ -32,7 +32,7 @@ from adapterswap.core.writing.outputs import Spool
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError, check_type
 from adapterswap.kit.files.numbers import Dtype
-from adapterswap.tools.pairing import LeftOutWeight, WeightMatrix, WeightPair
+from adapterswap.tools.pairs import LeftOutWeight, WeightMatrix, WeightPair
 
 _BLOCK = 2**22  # elements of a weight that is left out, read at a time
 _MAX_RANK = 2**16  # what `open_adapter` reads

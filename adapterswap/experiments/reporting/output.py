@@ -32,11 +32,11 @@ from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make
 from adapterswap.experiments.reporting.source import lab_source, open_source
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import ArgumentError, check_type, visible
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import dump_yaml
+from adapterswap.kit.style import STYLE
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -30,12 +30,12 @@ from adapterswap.experiments.analysis.pictures import (
     describe_meetings,
     describe_norms,
 )
-from adapterswap.experiments.analysis.surveying import survey
+from adapterswap.experiments.analysis.survey import survey
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.drawing import STYLE
 from adapterswap.kit.errors import ArgumentError, Problems, check_type
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.text import write_json
+from adapterswap.kit.style import STYLE
 
 _RECORD = "analysis.json"
 

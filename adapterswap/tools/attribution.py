@@ -35,7 +35,7 @@ from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, Unsu
 from adapterswap.kit.files.numbers import Dtype, row_ranges
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.beside import Beside, beside_adapter, beside_model
-from adapterswap.tools.comparing import equal_bytes
+from adapterswap.tools.comparison import equal_bytes
 
 Numbers = npt.NDArray[np.floating[Any]]  # float32; to check numbers in float32, float64
 
