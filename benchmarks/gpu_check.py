@@ -263,14 +263,14 @@ def several_processes(world: World) -> Found:
 
 def french(world: World) -> Found:
     """The lab's scene on a pretrained model: its scores beside those of docs/lab.md, which a CPU gave."""
-    from adapterswap.experiments.lab.french import plan_french
+    from adapterswap.experiments.lab.french import FrenchPlan
     from adapterswap.experiments.lab.smollm2 import INSTALL, package_file
 
     world.need_gpu()
     if package_file() is None:
         raise Skipped(INSTALL)
     recorded = json.loads((HERE.parent / "examples" / "smollm2" / "results.json").read_text(encoding="utf-8"))["scores"]
-    plan = plan_french(world.folder / "french", experts=HERE.parent / "examples" / "smollm2" / "experts")
+    plan = FrenchPlan.of(world.folder / "french", experts=HERE.parent / "examples" / "smollm2" / "experts")
     result, seconds = timed(lambda: plan.run(device=world.device))
     apart = max(abs(result.score(method) - score) for method, score in recorded.items())
     return Found(apart, 0.03, seconds, None, f"layer swap {result.score('layer swap'):.3f}")

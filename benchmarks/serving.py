@@ -45,7 +45,7 @@ def main() -> None:
 
 def composing(folder: Path, runs: int) -> None:
     """The composer alone, at 8B shape."""
-    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving import Cache, Manifest, NamedComposer
 
     base, experts = folder / "base", folder / "experts"
     base.mkdir(parents=True)
@@ -53,8 +53,8 @@ def composing(folder: Path, runs: int) -> None:
     for name, seed in (("math", 1), ("swahili", 2)):
         random_adapter(experts / name, seed=seed, rank=64)
     cache = Cache(folder / "cache")
-    _, started = timed(lambda: NamedComposer(read_manifest(experts), str(base), cache, 128))
-    composer, restarted = timed(lambda: NamedComposer(read_manifest(experts), str(base), cache, 128))
+    _, started = timed(lambda: NamedComposer(Manifest.read(experts), str(base), cache, 128))
+    composer, restarted = timed(lambda: NamedComposer(Manifest.read(experts), str(base), cache, 128))
     _, hashed = timed(lambda: [cache.hash_of(composer.open(name)) for name in ("math", "swahili")])
     swaps, soups, copies = [], [], []
     for run in range(runs):
@@ -81,7 +81,7 @@ def loading(folder: Path, runs: int) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving import Cache, Manifest, NamedComposer
     from adapterswap.engines.serving.resolver import CompositionResolver
 
     base, experts = folder / "base", folder / "experts"
@@ -90,7 +90,7 @@ def loading(folder: Path, runs: int) -> None:
     for name, seed in (("math", 1), ("swahili", 2)):
         random_adapter(experts / name, seed=seed, rank=64, layers=LAYERS, shapes=modules, base_model=str(base))
     names = [f"math+swahili@bottom={1 + run},top={run % 3}" for run in range(runs)]
-    manifest = read_manifest(experts)
+    manifest = Manifest.read(experts)
     elsewhere = NamedComposer(manifest, str(base), Cache(folder / "elsewhere"), 64)
     ready = [elsewhere.folder(name) for name in names]
     cache = Cache(folder / "cache")

@@ -22,7 +22,7 @@ from playwright.sync_api import sync_playwright
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.html import COLUMNS, columns
 from adapterswap.experiments.studio.server import serve_page
-from adapterswap.experiments.studio.workspace import Workspace, open_lab
+from adapterswap.experiments.studio.workspace import Workspace
 
 # Resolves with the milliseconds from a key that moves the slider to the new strip and to the first new token.
 _WATCH = """([cell, letter]) => new Promise((resolve) => {
@@ -52,7 +52,7 @@ def own_first_token(workspace: Workspace, query: str, prompt: str) -> float:
 
 
 def measure(lab: str, repeats: int) -> dict[str, Any]:
-    workspace = open_lab(lab, device="cpu")
+    workspace = Workspace.of_lab(lab, device="cpu")
     urls: list[str] = []
     end = serve_page(workspace, on_ready=urls.append, wait=False)
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))

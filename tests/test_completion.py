@@ -13,7 +13,7 @@ from click.shell_completion import ShellComplete
 
 from adapterswap.cli import COMMANDS, main
 from adapterswap.core.methods.registry import names_of
-from adapterswap.experiments.evaluation.tasks import task_names
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.files.yaml import shipped_recipes
 
 _Offered = list[tuple[str, str]]
@@ -105,7 +105,7 @@ def test_tasks() -> None:
 
 
 def test_tasks_of_the_harness() -> None:
-    assert set(task_names("hellaswag")) >= {"hellaswag"}
+    assert set(LoadedTasks.known_names("hellaswag")) >= {"hellaswag"}
 
 
 def test_methods_and_choices() -> None:

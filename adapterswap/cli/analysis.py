@@ -52,7 +52,7 @@ def analyze_command(
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
     """
-    from adapterswap.experiments.analysis.analysis import Analysis, analyze, count_matrices
+    from adapterswap.experiments.analysis.analysis import Analysis, analyze
 
     if bool(experts) == (from_csv is not None):
         raise click.UsageError("Pass either experts or --from-csv.")
@@ -67,7 +67,9 @@ def analyze_command(
     else:
         named = _named(experts)
         if dry_run:
-            counts = count_matrices(named, base_model=base_model or None, out_path=out_path, overwrite=overwrite)
+            counts = Analysis.count_matrices(
+                named, base_model=base_model or None, out_path=out_path, overwrite=overwrite
+            )
             _print_matrices(counts, as_json=as_json)
             return
         analysis = analyze(

@@ -58,10 +58,10 @@ class _TaskList(click.ParamType[str]):
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
-        from adapterswap.experiments.evaluation.tasks import task_names
+        from adapterswap.experiments.evaluation.tasks import LoadedTasks
 
         before, comma, typed = incomplete.rpartition(",")
-        return [CompletionItem(before + comma + name) for name in task_names(typed)]
+        return [CompletionItem(before + comma + name) for name in LoadedTasks.known_names(typed)]
 
 
 def _settings(

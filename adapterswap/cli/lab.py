@@ -66,11 +66,11 @@ def lab_command(
         jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
     """
-    from adapterswap.experiments.lab.french import default_scene
+    from adapterswap.experiments.lab.french import FrenchPlan
 
     constructed = seeds is not None or rebuild_base or jobs is not None
     if scene is None:
-        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else default_scene()
+        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else FrenchPlan.default_scene()
         scene = "french" if chosen == "french" else "gap"
         if hint:
             note(f"scene gap; {hint}")
@@ -102,9 +102,9 @@ def run_constructed(
     as_json: bool,
 ) -> None:
     """Run a scene on pico models."""
-    from adapterswap.experiments.lab import SCENES, LabPlan
+    from adapterswap.experiments.lab import LabPlan
 
-    plan = LabPlan.of(SCENES[scene], seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
+    plan = LabPlan.of(scene, seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
         print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
         return
@@ -122,9 +122,9 @@ def run_constructed(
 
 def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
     """Run the scene on the pretrained model."""
-    from adapterswap.experiments.lab.french import plan_french
+    from adapterswap.experiments.lab.french import FrenchPlan
 
-    plan = plan_french(out_path, experts=experts_path, overwrite=overwrite)
+    plan = FrenchPlan.of(out_path, experts=experts_path, overwrite=overwrite)
     if dry_run:
         content = plan.to_json()
         if as_json:

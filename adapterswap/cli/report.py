@@ -73,7 +73,7 @@ def report_command(
         as_json: Print JSON: the content of summary.json.
     """
     from adapterswap.experiments.reporting.latex import TableStyle
-    from adapterswap.experiments.reporting.output import check_targets, default_out_path, report
+    from adapterswap.experiments.reporting.output import check_targets, report
     from adapterswap.kit.errors import ArgumentError
     from adapterswap.kit.files.text import expand
 
@@ -81,7 +81,7 @@ def report_command(
     if out_path:
         target = expand(out_path)
     elif len(runs) == 1:
-        target = default_out_path(runs[0])
+        target = _default_out_path(runs[0])
     elif not dry_run:
         raise ArgumentError(
             "`out_path` is required for a report of several runs", "Pass the folder to write", parameter="out_path"
@@ -102,11 +102,18 @@ def report_command(
     if target is not None:
         note_output(target, "report.html, tables.tex, tables.csv, …", dry_run=dry_run)
     if figures is not None:
-        from adapterswap.experiments.reporting.figures import plan_figures
-
-        for kind, reason in plan_figures(results)[1].items():
+        for kind, reason in results.lacking_figures.items():
             note(f"No figure {kind}: {reason}")
         note_output(figures, "PDF, SVG, PNG and figures.json", dry_run=dry_run)
+
+
+def _default_out_path(run: str | Path) -> Path:
+    """The default folder of a run's report: beside the run, with `-report` after its name."""
+    from adapterswap.kit.files.text import expand
+
+    folder = expand(run)
+    named_folder = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to add -report to
+    return named_folder.with_name(f"{named_folder.name}-report")
 
 
 def _names(options: tuple[str, ...]) -> list[str] | None:

@@ -79,11 +79,11 @@ def serve_command(
     only_with("--engine llama.cpp", is_llama, "gguf", "llama_server", "outtype", "max_request_mb")
     if is_llama and gguf is None:
         raise click.UsageError("--engine llama.cpp requires --gguf, the base model as a GGUF file.")
-    from adapterswap.engines.serving import Cache, read_manifest
+    from adapterswap.engines.serving import Cache, Manifest
 
     if not (dry_run or is_llama):
         require("vllm")
-    manifest, store = read_manifest(experts_path), Cache(cache or Cache.default())
+    manifest, store = Manifest.read(experts_path), Cache(cache or Cache.default())
     if gguf is not None:
         from adapterswap.engines.serving.llama_cpp import LlamaLaunch
         from adapterswap.engines.serving.pieces import PieceComposer

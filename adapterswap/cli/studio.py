@@ -48,16 +48,16 @@ def studio_command(
         raise click.UsageError("Pass --base-model and --experts together.")
     only_with("--lab", lab, "lab_seed")
     from adapterswap.experiments.studio.server import serve_page
-    from adapterswap.experiments.studio.workspace import open_lab, open_workspace
+    from adapterswap.experiments.studio.workspace import Workspace
 
     require("studio")
     with working("loading the base and the experts"):
         if lab is not None:
-            workspace = open_lab(lab, lab_seed or 0, device=device, dtype=dtype, allow_paths=allow_paths)
+            workspace = Workspace.of_lab(lab, lab_seed or 0, device=device, dtype=dtype, allow_paths=allow_paths)
         else:
             assert base_model is not None
             assert experts_path is not None
-            workspace = open_workspace(base_model, experts_path, device=device, dtype=dtype, allow_paths=allow_paths)
+            workspace = Workspace.open(base_model, experts_path, device=device, dtype=dtype, allow_paths=allow_paths)
     for name, fault in {**workspace.faults, **workspace.not_live}.items():
         note(f"Warning: {name}: {fault}")
     for line in workspace.notes:

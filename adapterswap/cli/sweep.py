@@ -131,11 +131,13 @@ def sweep_command(
     for line in prepared.notes if Processes.is_first() else ():
         note(line)
     if freeze:
-        from adapterswap.experiments.sweeps.recording import freeze as register
+        from adapterswap.experiments.sweeps.recording import Preregistration
 
         tested_methods = list(methods) or None
         if Processes.is_first():
-            content = register(prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run)
+            content = Preregistration.freeze(
+                prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run
+            )
             summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
             print_json({"dry_run": dry_run, **summary}) if as_json else echo(content["sha256"])
             note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)

@@ -17,7 +17,6 @@ from ruamel.yaml.comments import CommentedMap
 from adapterswap.core import Composition, check_names
 from adapterswap.core.planning.checks import check_rules
 from adapterswap.experiments.sweeps import SweepRecipe
-from adapterswap.experiments.sweeps.grid import check_cells
 from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -60,7 +59,7 @@ def _check_composition(composition: Composition) -> None:
 
 
 def _check_sweep(recipe: SweepRecipe) -> None:
-    check_cells(recipe, recipe.num_layers or _DEPTH)
+    recipe.check_cells(recipe.num_layers or _DEPTH)
 
 
 _KINDS = {

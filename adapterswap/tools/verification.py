@@ -37,7 +37,7 @@ from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.records import CompositionRecord, ExtractionRecord, SourceRecord, read_record
-from adapterswap.engines.gguf.adapter import REMEDY, GgufAdapter, GgufFile
+from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
@@ -69,7 +69,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
     if record is None or content is None or record.output.get("format") != "gguf":
         raise ExpertError(
             f"{opened.source} has no record that this version can read, so its sources are unknown",
-            REMEDY,
+            GgufAdapter.REMEDY,
             parameter="path",
         )
     output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
@@ -80,7 +80,9 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
     try:
         form = Form(**output)
     except TypeError:
-        raise ExpertError(f"This version cannot read the record of {opened.source}", REMEDY, parameter="path") from None
+        raise ExpertError(
+            f"This version cannot read the record of {opened.source}", GgufAdapter.REMEDY, parameter="path"
+        ) from None
     with scratch_folder("verify") as scratch:
         again = scratch / "again"
         write_gguf(PreparedGguf.of(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)

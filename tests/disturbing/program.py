@@ -115,12 +115,12 @@ def served(out: str = "runs/out", live: dict[str, Any] | None = None) -> int:
     With `live`, an event that happens while the server is running, it is asked again afterwards.
     """
     from adapterswap import AdapterswapError
-    from adapterswap.engines.serving import Cache, NamedComposer, read_manifest
+    from adapterswap.engines.serving import Cache, Manifest, NamedComposer
 
     place = Path(out)
     with Path("said").open("w") as said, redirect_stdout(said), redirect_stderr(said):
         try:
-            composer = NamedComposer(read_manifest("experts.yaml"), "base", Cache(place.with_name("cache")), 16)
+            composer = NamedComposer(Manifest.read("experts.yaml"), "base", Cache(place.with_name("cache")), 16)
             ask(composer, place)
             if live is not None:
                 disturb("serve", live)

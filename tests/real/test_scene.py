@@ -13,7 +13,7 @@ import torch
 from refusals import refused
 
 import adapterswap as asw
-from adapterswap.experiments.lab.french import over_templates, plan_french, write_task
+from adapterswap.experiments.lab.french import FrenchPlan, over_templates, write_task
 from adapterswap.experiments.lab.smollm2 import package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import EACH, draw_problems, questions_of, templates, training_rows
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError
@@ -97,12 +97,12 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
     pytest.importorskip("gradio")
     from adapterswap.experiments.studio.choice import first_choice
     from adapterswap.experiments.studio.html import meaning_html
-    from adapterswap.experiments.studio.workspace import open_lab
+    from adapterswap.experiments.studio.workspace import Workspace
 
     (tmp_path / "base").symlink_to(base)
     record = {"format": "adapterswap-lab-french/1", "experts": {name: str(path) for name, path in EXPERTS.items()}}
     (tmp_path / "results.json").write_text(json.dumps(record), encoding="utf-8")
-    workspace = open_lab(tmp_path)
+    workspace = Workspace.of_lab(tmp_path)
     lab = workspace.lab
     assert lab is not None
     assert lab.languages == ("fr", "en")
@@ -141,10 +141,10 @@ def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(OutputError) as refused:
-        plan_french(tmp_path / "mine", experts=EXAMPLE / "experts")
+        FrenchPlan.of(tmp_path / "mine", experts=EXAMPLE / "experts")
     assert refused.value.parameter == "out_path"
     with pytest.raises(NotFoundError) as missing:
-        plan_french(tmp_path / "out", experts=tmp_path)
+        FrenchPlan.of(tmp_path / "out", experts=tmp_path)
     assert missing.value.parameter == "experts"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.layers import Kind
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from adapterswap.core.writing.records import CompositionRecord
 
 _SUFFIX = ".gguf"
-
-REMEDY = "Pass a GGUF file that `adapterswap export` wrote, or its folder of pieces"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class GgufFile:
         modules = {}
         for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
             if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
-                raise ExpertError(f"{self.path} holds only one factor of {name}", REMEDY, parameter="path")
+                raise ExpertError(f"{self.path} holds only one factor of {name}", GgufAdapter.REMEDY, parameter="path")
             (dtype, (*counts, rank, into), _), (_, (*_, out, _), _) = (
                 self.tensors[f"{name}.lora_{end}"] for end in "ab"
             )
@@ -112,6 +110,8 @@ class GgufAdapter:
         source: the file, or the folder of pieces.
         files: the files, in the order of their names.
     """
+
+    REMEDY: ClassVar = "Pass a GGUF file that `adapterswap export` wrote, or its folder of pieces"
 
     source: Path
     files: tuple[GgufFile, ...]
@@ -164,7 +164,7 @@ class GgufAdapter:
         path = expand(path)
         paths = sorted(path.glob(f"*{_SUFFIX}")) if os.path.isdir(path) else [path]
         if not paths or not paths[0].is_file():
-            raise NotFoundError(f"{path} does not exist", REMEDY, parameter="path")
+            raise NotFoundError(f"{path} does not exist", GgufAdapter.REMEDY, parameter="path")
         return GgufAdapter(path, tuple(map(_open, paths)))
 
 
@@ -179,10 +179,12 @@ def _open(path: Path) -> GgufFile:
             for tensor in reader.tensors
         }
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
-        raise ExpertError(f"{path} is not a complete GGUF file: {reason_of(error)}", REMEDY, parameter="path") from None
+        raise ExpertError(
+            f"{path} is not a complete GGUF file: {reason_of(error)}", GgufAdapter.REMEDY, parameter="path"
+        ) from None
     lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
     if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
-        raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", REMEDY, parameter="path")
+        raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", GgufAdapter.REMEDY, parameter="path")
     file = GgufFile(path, fields, tensors, reader.data[reader.data_offset :])
     file.modules  # noqa: B018  # raises if one is damaged
     return file

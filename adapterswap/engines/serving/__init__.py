@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from adapterswap.engines.serving.composer import NamedComposer as NamedComposer
     from adapterswap.engines.serving.names import Manifest as Manifest
     from adapterswap.engines.serving.names import UnknownNameError as UnknownNameError
-    from adapterswap.engines.serving.names import read_manifest as read_manifest
 
 _HOME = {
     "Cache": "cache",
     "Manifest": "names",
     "NamedComposer": "composer",
     "UnknownNameError": "names",
-    "read_manifest": "names",
 }
 
 __all__ = [*_HOME]

@@ -36,20 +36,6 @@ class UnknownNameError(CompositionError):
     """A name that this server does not know. It is answered with 404, and every other `AdapterswapError` with 400."""
 
 
-def check_expert_name(name: str) -> None:
-    """Raise if an expert cannot have this name."""
-    if name == BASE:
-        raise FieldError(
-            f"The expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
-        )
-    if not ExpertName(name).fits_short_names or len(name) > _LONGEST:
-        raise FieldError(
-            f"{shown(name)} cannot be the name of an expert",
-            "Use letters, digits, `_`, `-` and `.`, as in swahili-v2",
-            parameter="experts",
-        )
-
-
 def composition_of(
     name: str, experts: Collection[str], chains: Mapping[str, tuple[str, ...]] | None = None
 ) -> Composition:
@@ -130,48 +116,62 @@ class Manifest(StrictModel):
         """The names that a server lists: those in `allow` or, without it, the experts."""
         return self.allow if self.allow is not None else tuple(self.experts)
 
+    @staticmethod
+    def read(path: str | Path) -> Manifest:
+        """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
 
-def read_manifest(path: str | Path) -> Manifest:
-    """Read `experts.yaml`, or a folder, in which each folder with an adapter is an expert of that name.
+        Adapters that are called like compositions (`math+swahili`) are left out, see `skipped`.
 
-    Adapters that are called like compositions (`math+swahili`) are left out, see `Manifest.skipped`.
+        Raises:
+            NotFoundError: the file or folder does not exist.
+            ArgumentError: the folder is an adapter itself, or has none in it.
+            FieldError: `experts.yaml` has an unknown key or no experts; a name cannot be used; an entry of `allow` is
+                malformed or names an expert that does not exist. All mistakes are reported together.
+        """
+        path = expand(path)
+        if not os.path.exists(path):
+            raise NotFoundError(
+                f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
+            )
+        manifest = _from_folder(path) if os.path.isdir(path) else _from_file(path)
+        problems = Problems(FieldError)
+        for name in manifest.experts:
+            with problems.collect():
+                Manifest.check_name(name)
+        if (shared := Places(manifest.experts).shared_name) is not None:
+            problems.add(
+                f"{path}: {shared!r} is an expert and an adapter of a chain", "Rename the expert", parameter="experts"
+            )
+        for name in manifest.allow or ():
+            try:
+                composition_of(name, manifest.experts)
+            except AdapterswapError as error:  # here the file is at fault, not a request
+                for problem in error.found:
+                    problems.add(problem.message, problem.remedy, parameter="allow")
+        if not manifest.experts:
+            problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
+        if manifest.allow == ():
+            problems.add(
+                f"{path}: `allow` is empty, so nothing would be served",
+                "List names such as math+swahili, or remove `allow`",
+                parameter="allow",
+            )
+        problems.raise_if_any()
+        return manifest
 
-    Raises:
-        NotFoundError: the file or folder does not exist.
-        ArgumentError: the folder is an adapter itself, or has none in it.
-        FieldError: `experts.yaml` has an unknown key or no experts; a name cannot be used; an entry of `allow` is
-            malformed or names an expert that does not exist. All mistakes are reported together.
-    """
-    path = expand(path)
-    if not os.path.exists(path):
-        raise NotFoundError(
-            f"{path} does not exist", "Pass a folder of adapter folders, or experts.yaml", parameter="path"
-        )
-    manifest = _from_folder(path) if os.path.isdir(path) else _from_file(path)
-    problems = Problems(FieldError)
-    for name in manifest.experts:
-        with problems.collect():
-            check_expert_name(name)
-    if (shared := Places(manifest.experts).shared_name) is not None:
-        problems.add(
-            f"{path}: {shared!r} is an expert and an adapter of a chain", "Rename the expert", parameter="experts"
-        )
-    for name in manifest.allow or ():
-        try:
-            composition_of(name, manifest.experts)
-        except AdapterswapError as error:  # here the file is at fault, not a request
-            for problem in error.found:
-                problems.add(problem.message, problem.remedy, parameter="allow")
-    if not manifest.experts:
-        problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
-    if manifest.allow == ():
-        problems.add(
-            f"{path}: `allow` is empty, so nothing would be served",
-            "List names such as math+swahili, or remove `allow`",
-            parameter="allow",
-        )
-    problems.raise_if_any()
-    return manifest
+    @staticmethod
+    def check_name(name: str) -> None:
+        """Raise if an expert cannot have this name."""
+        if name == BASE:
+            raise FieldError(
+                f"The expert name {BASE!r} is reserved for the unchanged base", "Rename the expert", parameter="experts"
+            )
+        if not ExpertName(name).fits_short_names or len(name) > _LONGEST:
+            raise FieldError(
+                f"{shown(name)} cannot be the name of an expert",
+                "Use letters, digits, `_`, `-` and `.`, as in swahili-v2",
+                parameter="experts",
+            )
 
 
 def _from_folder(path: Path) -> Manifest:

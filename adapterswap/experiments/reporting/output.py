@@ -239,13 +239,6 @@ def check_targets(
             )
 
 
-def default_out_path(run: str | Path) -> Path:
-    """The default folder of a run's report: beside the run, with `-report` after its name."""
-    folder = expand(run)
-    named_folder = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to add -report to
-    return named_folder.with_name(f"{named_folder.name}-report")
-
-
 def write_report(
     report: Report,
     out_path: str | Path,

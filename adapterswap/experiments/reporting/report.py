@@ -346,6 +346,13 @@ class Report:
         return f"<Report of {self.name!r}: {self.finished} of {self.cells} cells; {tasks}; against {self.reference!r}>"
 
     @property
+    def lacking_figures(self) -> dict[str, str]:
+        """The kinds of figures that it has no data for, and what is missing."""
+        from adapterswap.experiments.reporting.figures import plan_figures
+
+        return plan_figures(self)[1]
+
+    @property
     def untested(self) -> list[str]:
         """Why p-values and intervals are missing, in sentences."""
         ranks = self.ranking.ranks if self.ranking is not None else None

@@ -20,8 +20,9 @@ from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from adapterswap.core import Composition
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.answers import is_right
+from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
@@ -208,9 +209,8 @@ def _score_rows(
 
 
 def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
-    result = evaluate(
-        workspace.live.model, workspace.tokenizer, [task], Settings(limit=limit), on_progress=step
-    ).tasks[task]  # fmt: skip
+    exam = Exam.load([task], Settings(limit=limit), workspace.base)
+    result = exam.evaluate(workspace.live.model, on_progress=step).tasks[task]
     names = [score.filter for score in result.scores]
     if not names:
         raise ArgumentError(f"{task} has no automatic score", "Choose another task", parameter="task")

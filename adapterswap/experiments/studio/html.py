@@ -54,7 +54,7 @@ def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Seque
     Args:
         painted: the (layer, kind) pairs that were set by hand; their cells get a dot.
     """
-    assert isinstance(plan.num_layers, int)  # `open_workspace` refuses all others
+    assert isinstance(plan.num_layers, int)  # `Workspace.open` refuses all others
     cells = _cells(plan)
     kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
     columns = []

@@ -30,8 +30,7 @@ from adapterswap.core import (
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.engines.live import LiveComposer, stream
 from adapterswap.engines.live.inventory import layers_of_base
-from adapterswap.engines.serving import read_manifest
-from adapterswap.engines.serving.names import check_expert_name
+from adapterswap.engines.serving import Manifest
 from adapterswap.experiments.analysis.analysis import Analysis, analyze
 from adapterswap.experiments.analysis.suggestion import Suggestion, suggest
 from adapterswap.experiments.lab.shown import LabProblems, find_models
@@ -300,7 +299,7 @@ class Workspace:
         if not self.allow_paths:
             raise ArgumentError("This studio does not open further experts", "Start it with `allow_paths=True`")
         name = ExpertName.of(reference)
-        check_expert_name(name)
+        Manifest.check_name(name)
         if name in self.references:
             raise ArgumentError(f"An expert named {name!r} is already open", "Rename its folder", parameter="reference")
         adapter = open_adapter(expand(reference) if os.path.isdir(expand(reference)) else reference)
@@ -309,75 +308,75 @@ class Workspace:
         self.references[name], self.experts[name] = _short(reference), adapter
         return name
 
+    @staticmethod
+    def open(
+        base_model: str,
+        experts: str | Path | Mapping[str, str],
+        *,
+        lab: Callable[[Any], LabProblems] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        allow_paths: bool = False,
+    ) -> Workspace:
+        """Open a base and experts, and load the experts into one model.
 
-def open_workspace(
-    base_model: str,
-    experts: str | Path | Mapping[str, str],
-    *,
-    lab: Callable[[Any], LabProblems] | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    allow_paths: bool = False,
-) -> Workspace:
-    """Open a base and experts, and load the experts into one model.
+        Args:
+            base_model: folder or Hub id of the base.
+            experts: a folder of adapter folders, a file experts.yaml, or folders and Hub ids by name.
+            lab: makes word problems with the base's tokenizer, if the models are the lab's.
+            device: torch's device, or `auto`.
+            dtype: dtype of the base's weights, or `auto`.
+            allow_paths: let visitors open more experts by folder or Hub id.
 
-    Args:
-        base_model: folder or Hub id of the base.
-        experts: a folder of adapter folders, a file experts.yaml, or folders and Hub ids by name.
-        lab: makes word problems with the base's tokenizer, if the models are the lab's.
-        device: torch's device, or `auto`.
-        dtype: dtype of the base's weights, or `auto`.
-        allow_paths: let visitors open more experts by folder or Hub id.
+        Raises:
+            BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
+            ArgumentError, FieldError, NotFoundError: see `Manifest.read`.
+            ExpertError: no expert can be opened.
+            UnsupportedError: the base has an encoder and a decoder.
+        """
+        target = choose_device(device)
+        if isinstance(experts, Mapping):
+            named = dict(experts)
+        elif chains := (manifest := Manifest.read(experts)).chains:
+            raise UnsupportedError(
+                f"{', '.join(chains)} is a chain of adapters, but the studio shows single ones",
+                "Write the chain as one adapter with `compose`",
+                parameter="experts",
+            )
+        else:
+            named = manifest.adapters
+        base = OpenedBase.open(base_model)
+        num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
+        if not isinstance(num_layers, int):
+            raise UnsupportedError(
+                f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",
+                "Use `compose` with `stack`",
+                parameter="base_model",
+            )
+        opened: dict[str, Adapter] = {}
+        faults: dict[str, AdapterswapError] = {}
+        for name, reference in named.items():
+            try:
+                opened[name] = open_adapter(reference)
+            except AdapterswapError as error:
+                faults[name] = error.within(name)
+        if not opened:
+            raise next(iter(faults.values()))
+        folders = {name: adapter.source.folder for name, adapter in opened.items()}
+        companions = CompanionPlan.decide_prompts(folders, base.source.folder)
+        base = base.with_companions(companions)
+        composer, not_live = _load(base.load_weights(dtype=dtype).to(target).eval(), opened)
+        references = {name: _short(reference) for name, reference in named.items()}
+        return Workspace(
+            _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
+            lab(base.tokenizer) if lab else None, allow_paths, companions.prompt_lines,
+        )  # fmt: skip
 
-    Raises:
-        BaseModelError: the base cannot be opened or loaded, or does not say how many layers it has.
-        ArgumentError, FieldError, NotFoundError: see `read_manifest`.
-        ExpertError: no expert can be opened.
-        UnsupportedError: the base has an encoder and a decoder.
-    """
-    target = choose_device(device)
-    if isinstance(experts, Mapping):
-        named = dict(experts)
-    elif chains := (manifest := read_manifest(experts)).chains:
-        raise UnsupportedError(
-            f"{', '.join(chains)} is a chain of adapters, but the studio shows single ones",
-            "Write the chain as one adapter with `compose`",
-            parameter="experts",
-        )
-    else:
-        named = manifest.adapters
-    base = OpenedBase.open(base_model)
-    num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
-    if not isinstance(num_layers, int):
-        raise UnsupportedError(
-            f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",
-            "Use `compose` with `stack`",
-            parameter="base_model",
-        )
-    opened: dict[str, Adapter] = {}
-    faults: dict[str, AdapterswapError] = {}
-    for name, reference in named.items():
-        try:
-            opened[name] = open_adapter(reference)
-        except AdapterswapError as error:
-            faults[name] = error.within(name)
-    if not opened:
-        raise next(iter(faults.values()))
-    folders = {name: adapter.source.folder for name, adapter in opened.items()}
-    companions = CompanionPlan.decide_prompts(folders, base.source.folder)
-    base = base.with_companions(companions)
-    composer, not_live = _load(base.load_weights(dtype=dtype).to(target).eval(), opened)
-    references = {name: _short(reference) for name, reference in named.items()}
-    return Workspace(
-        _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
-        lab(base.tokenizer) if lab else None, allow_paths, companions.prompt_lines,
-    )  # fmt: skip
-
-
-def open_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
-    """Open the models of a run of `adapterswap lab`."""
-    models = find_models(folder, seed)
-    return open_workspace(models.base_model, models.experts, lab=models.problems, **options)
+    @staticmethod
+    def of_lab(folder: str | Path, seed: int = 0, **options: Any) -> Workspace:
+        """Open the models of a run of `adapterswap lab`."""
+        models = find_models(folder, seed)
+        return Workspace.open(models.base_model, models.experts, lab=models.problems, **options)
 
 
 def _load(model: Any, experts: Mapping[str, Adapter]) -> tuple[LiveComposer | None, dict[str, AdapterswapError]]:

@@ -222,21 +222,6 @@ class Grid:
     spaces: tuple[Space, ...]
 
 
-def check_cells(recipe: SweepRecipe, num_layers: int) -> None:
-    """Check every composition of a recipe, without its experts and tasks.
-
-    Raises:
-        AdapterswapError: lists all mistakes.
-    """
-    target = {name: tuple(tasks) for name, tasks in recipe.target_groups().items()}
-    problems = Problems(CompositionError)
-    for cell in make_cells(recipe, SweepTasks(target, tuple(recipe.retention)), num_layers).cells:
-        if (composition := cell.parsed) is not None:
-            with problems.collect():
-                composition.rules(num_layers)
-    problems.raise_if_any()
-
-
 def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Collection[str] = ()) -> Grid:
     """Every cell of a recipe: baselines first, then family by family, pair by pair.
 

@@ -37,7 +37,7 @@ from adapterswap.experiments.sweeps.families import (
     expert_row,
     named_in,
 )
-from adapterswap.kit.errors import FieldError, Problems, did_you_mean
+from adapterswap.kit.errors import CompositionError, FieldError, Problems, did_you_mean
 from adapterswap.kit.files.models import StrictModel, read_recipe, validate
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import FieldMistake
@@ -309,6 +309,22 @@ class SweepRecipe(StrictModel):
                 raise FieldMistake(prefix + mistake.message, "compositions", remedy=mistake.remedy)
             if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
                 raise FieldMistake(prefix + message, "compositions")
+
+    def check_cells(self, num_layers: int) -> None:
+        """Check every composition, without its experts and tasks.
+
+        Raises:
+            AdapterswapError: lists all mistakes.
+        """
+        from adapterswap.experiments.sweeps.grid import make_cells
+
+        target = {name: tuple(tasks) for name, tasks in self.target_groups().items()}
+        problems = Problems(CompositionError)
+        for cell in make_cells(self, SweepTasks(target, tuple(self.retention)), num_layers).cells:
+            if (composition := cell.parsed) is not None:
+                with problems.collect():
+                    composition.rules(num_layers)
+        problems.raise_if_any()
 
     def target_groups(self) -> dict[str, list[str]]:
         """Language expert → the names of its target tasks, as in the recipe."""

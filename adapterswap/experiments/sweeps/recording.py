@@ -370,84 +370,82 @@ class Preregistration:
         """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
         return next((family for family in cls.REFERENCES if family in families), families[0])
 
+    @staticmethod
+    def freeze(
+        prepared: PreparedSweep,
+        out_path: str | Path,
+        *,
+        reference: str | None = None,
+        methods: Sequence[str] | None = None,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Write what a sweep will choose and compare into the folder that it will fill. Evaluates nothing.
 
-def freeze(
-    prepared: PreparedSweep,
-    out_path: str | Path,
-    *,
-    reference: str | None = None,
-    methods: Sequence[str] | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
-    """Write what a sweep will choose and compare into the folder that it will fill. Evaluates nothing.
+        Args:
+            prepared: the sweep, from `prepare`.
+            out_path: the folder of the sweep.
+            reference: the method that the others will be compared with; by default as in a report.
+            methods: the methods that will be ranked and tested; by default all.
+            dry_run: check everything and write nothing.
 
-    Args:
-        prepared: the sweep, from `prepare`.
-        out_path: the folder of the sweep.
-        reference: the method that the others will be compared with; by default as in a report.
-        methods: the methods that will be ranked and tested; by default all.
-        dry_run: check everything and write nothing.
-
-    Returns:
-        The file's content, and its hash as `sha256`.
-    """
-    families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
-    for parameter, names in (("reference", [reference] if reference is not None else []), ("methods", methods or [])):
-        for name in names:
-            if name not in families:
-                remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
-                raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
-    if methods is not None and len(set(methods)) < 2:
-        raise ArgumentError(
-            f"`methods` names {len(set(methods))}, but a comparison needs two",
-            "Name two or more",
-            parameter="methods",
-        )
-    chosen = (
-        reference
-        if reference is not None
-        else Preregistration.default_reference([family for family in families if methods is None or family in methods])
-    )
-    content = {
-        "format": PREREGISTRATION_FORMAT,
-        "adapterswap_version": __version__,
-        "sweep": dict(prepared.described),
-        "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
-        "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
-        "default, then the first; reported on the other documents",
-    }
-    text = visible(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
-    raw = text.encode("utf-8", "backslashreplace")
-    registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
-    folder = expand(out_path)
-    OutputKind.check_place(folder, prepared.inputs)
-    if any(os.path.exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
-        raise RunError(
-            f"{folder} contains a sweep that has already started, so it cannot be pre-registered",
-            "Choose another path",
-            parameter="out_path",
-        )
-    path = folder / PREREGISTRATION
-    if os.path.exists(path):
-        if sha256_of(path) == registered["sha256"]:
-            return registered
-        raise OutputError(
-            f"{path} already exists and contains another pre-registration",
-            "Choose another path, or delete it",
-            parameter="out_path",
-        )
-    if os.path.exists(folder) and any(folder.iterdir()):
-        raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
-    if not dry_run:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path, path.with_name(path.name + ".tmp")) as building:
-                building.write_bytes(raw)
-        except OSError as error:
+        Returns:
+            The file's content, and its hash as `sha256`.
+        """
+        families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
+        requested = {"reference": [] if reference is None else [reference], "methods": methods or []}
+        for parameter, names in requested.items():
+            for name in names:
+                if name not in families:
+                    remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
+                    raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
+        if methods is not None and len(set(methods)) < 2:
+            raise ArgumentError(
+                f"`methods` names {len(set(methods))}, but a comparison needs two",
+                "Name two or more",
+                parameter="methods",
+            )
+        tested = [family for family in families if methods is None or family in methods]
+        chosen = Preregistration.default_reference(tested) if reference is None else reference
+        content = {
+            "format": PREREGISTRATION_FORMAT,
+            "adapterswap_version": __version__,
+            "sweep": dict(prepared.described),
+            "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
+            "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
+            "default, then the first; reported on the other documents",
+        }
+        text = visible(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
+        raw = text.encode("utf-8", "backslashreplace")
+        registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
+        folder = expand(out_path)
+        OutputKind.check_place(folder, prepared.inputs)
+        if any(os.path.exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
+            raise RunError(
+                f"{folder} contains a sweep that has already started, so it cannot be pre-registered",
+                "Choose another path",
+                parameter="out_path",
+            )
+        path = folder / PREREGISTRATION
+        if os.path.exists(path):
+            if sha256_of(path) == registered["sha256"]:
+                return registered
             raise OutputError(
-                f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
-            ) from None
-    return registered
+                f"{path} already exists and contains another pre-registration",
+                "Choose another path, or delete it",
+                parameter="out_path",
+            )
+        if os.path.exists(folder) and any(folder.iterdir()):
+            raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
+        if not dry_run:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with replacing(path, path.with_name(path.name + ".tmp")) as building:
+                    building.write_bytes(raw)
+            except OSError as error:
+                raise OutputError(
+                    f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
+                ) from None
+        return registered
 
 
 def _differing(key: str, before: Any, after: Any) -> list[str]:

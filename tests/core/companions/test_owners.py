@@ -225,7 +225,7 @@ def test_the_functions_take_owners_by_keyword(base: Path, tmp_path: Path) -> Non
 
 def test_where_a_model_runs_the_line_is_shown_as_well(base: Path, tmp_path: Path, run: Callable[..., Any]) -> None:
     """In a plan's and a live composer's `repr`, in a notebook, and at the start of a server and of the studio."""
-    from adapterswap.experiments.studio.workspace import open_workspace
+    from adapterswap.experiments.studio.workspace import Workspace
 
     experts = {
         "math": expert(base, tmp_path / "math", 1, eos_token="w5"),
@@ -242,7 +242,7 @@ def test_where_a_model_runs_the_line_is_shown_as_well(base: Path, tmp_path: Path
     served = run("serve", "--base-model", base, "--experts", tmp_path, "--dry-run")
     assert served.stderr.count("the base's (math's differs: eos); the engine uses the base's") == 1, served.stderr
     assert "has another tokenizer" not in served.stderr
-    workspace = open_workspace(str(base), {name: str(place) for name, place in experts.items()}, device="cpu")
+    workspace = Workspace.open(str(base), {name: str(place) for name, place in experts.items()}, device="cpu")
     assert [note.partition(" (")[0] for note in workspace.notes] == ["tokenizer: math's"]
     (experts["math"] / "tokenizer_config.json").write_text("{")
     assert "layer_swap" in repr(adapterswap.layer_swap(experts["math"], experts["swahili"], **ZONES))

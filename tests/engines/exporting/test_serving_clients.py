@@ -26,7 +26,7 @@ pytest.importorskip("xllamacpp")
 
 from gguf import GGUFReader
 
-from adapterswap.engines.serving import Cache, read_manifest
+from adapterswap.engines.serving import Cache, Manifest
 from adapterswap.engines.serving.llama_cpp import LlamaLaunch, _answer
 from adapterswap.engines.serving.llama_engine import running
 from adapterswap.engines.serving.pieces import PieceComposer
@@ -283,7 +283,7 @@ def impatient(
     """The port of a server in this process that waits for half a second only."""
     monkeypatch.setattr("adapterswap.engines.serving.llama_proxy._PATIENCE_S", 0.5)
     monkeypatch.setenv("LLAMA_API_KEY", KEY)
-    composer = PieceComposer(read_manifest(folder), str(bases("llama")[0]), Cache(tmp_path / "cache"))
+    composer = PieceComposer(Manifest.read(folder), str(bases("llama")[0]), Cache(tmp_path / "cache"))
     composer.write()
     options = ("--ctx-size", "100000", "--parallel", "1", "--threads", "1")
     launch = LlamaLaunch.plan(composer, patient_gguf, options)
@@ -344,7 +344,7 @@ def test_keys_come_from_a_file_or_the_environment(
     run: Callable[..., Result], bases: Bases, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, gguf = bases("llama")
-    composer = PieceComposer(read_manifest(folder), str(base), Cache(tmp_path / "cache"))
+    composer = PieceComposer(Manifest.read(folder), str(base), Cache(tmp_path / "cache"))
     path = tmp_path / "keys"
     path.write_text("first\n\nsecond\n")
     monkeypatch.setenv("LLAMA_API_KEY", "third")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap import AdapterswapError, open_adapter, open_checkpoint
 from adapterswap.core.writing.copies import Comparable
-from adapterswap.engines.serving import Cache, Manifest, NamedComposer, UnknownNameError, read_manifest
+from adapterswap.engines.serving import Cache, Manifest, NamedComposer, UnknownNameError
 from adapterswap.engines.serving.vllm import choose_rank
 from adapterswap.kit.errors import BaseModelError, ExpertError, RunError, UnsupportedError
 
@@ -37,7 +37,7 @@ def composer(served_base: Callable[[str], Path], experts: Path, tmp_path: Path) 
     """`composer(rank=16, allow=(…))` serves the experts of this test."""
 
     def make(rank: int | None = 16, architecture: str = "llama", **manifest: Any) -> NamedComposer:
-        settings = {**read_manifest(experts).model_dump(), **manifest}
+        settings = {**Manifest.read(experts).model_dump(), **manifest}
         cache = Cache(tmp_path / "cache")
         return NamedComposer(Manifest(**settings), str(served_base(architecture)), cache, rank)
 
@@ -73,7 +73,7 @@ def test_a_chain_is_one_expert(served_base: Callable[[str], Path], experts: Path
         top = make_expert(folder, tmp_path / f"top-{kind}", seed=9, r=2)
         content = {"experts": {"tutor": {"chain": ["experts/math", top.name]}, "swahili": "experts/swahili"}}
         (tmp_path / "experts.yaml").write_text(json.dumps(content))
-        manifest = read_manifest(tmp_path / "experts.yaml")
+        manifest = Manifest.read(tmp_path / "experts.yaml")
         composer = NamedComposer(manifest, str(base), Cache(tmp_path / f"cache-{kind}"), 32)
         assert manifest.names == ("tutor", "swahili")
         assert choose_rank(composer, {name: composer.open(name) for name in manifest.adapters}) == 32  # (8 + 2) + 8
@@ -458,7 +458,7 @@ def test_copies_of_the_base_are_compared_once(
     model.save_pretrained(tmp_path / "base")
     assert ("lm_head.weight" in open_checkpoint(tmp_path / "base").parameters) is not tied
     carry_copies(load(tmp_path / "base").to(torch.bfloat16), experts)
-    served = NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+    served = NamedComposer(Manifest.read(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
     compared = []
     same = Comparable.is_one_with
     monkeypatch.setattr(Comparable, "is_one_with", lambda *both: compared.append(both) or same(*both))
@@ -481,10 +481,10 @@ def test_a_base_of_unknown_depth_is_refused(experts: Path, tmp_path: Path) -> No
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text('{"model_type": "llama"}')
     with refused(BaseModelError, "base_model"):
-        NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+        NamedComposer(Manifest.read(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
     (tmp_path / "base" / "config.json").write_text('{"model_type": "unheard-of", "num_hidden_layers": 6}')
     with pytest.raises(AdapterswapError, match="unheard-of"):
-        NamedComposer(read_manifest(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
+        NamedComposer(Manifest.read(experts), str(tmp_path / "base"), Cache(tmp_path / "cache"), 16)
 
 
 def test_served_compositions_can_be_verified(composer: Compose, experts: Path, run: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from refusals import refused
 
 from adapterswap import AdapterswapError, parse_composition
-from adapterswap.engines.serving import UnknownNameError, read_manifest
+from adapterswap.engines.serving import Manifest, UnknownNameError
 from adapterswap.engines.serving.names import composition_of
 from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError
 
@@ -54,16 +54,16 @@ def test_malformed_names_are_not_called_unknown(name: str) -> None:
 def test_a_folder_of_adapters_is_a_manifest(experts: Path) -> None:
     (experts / "notes").mkdir()
     (experts / "README.md").write_text("not an adapter")
-    manifest = read_manifest(experts)
+    manifest = Manifest.read(experts)
     assert manifest.experts == {name: str(experts / name) for name in ("code", "math", "swahili", "telugu")}
     assert manifest.allow is None
 
 
 def test_compositions_in_a_folder_are_left_out(experts: Path) -> None:
     """As in a lab's folder: a server makes them itself, and no expert can have such a name."""
-    before = read_manifest(experts)
+    before = Manifest.read(experts)
     shutil.copytree(experts / "math", experts / "math+swahili")
-    manifest = read_manifest(experts)
+    manifest = Manifest.read(experts)
     assert (manifest.experts, manifest.skipped) == (before.experts, ("math+swahili",))
     assert before.skipped == ()
 
@@ -74,7 +74,7 @@ def test_paths_in_a_manifest_are_relative_to_it(experts: Path, tmp_path: Path, m
     )
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / "experts.yaml", Path("experts.yaml")):
-        manifest = read_manifest(path)
+        manifest = Manifest.read(path)
         assert manifest.experts == {"math": str(experts / "math"), "far": "org/name@main"}
         assert manifest.allow == ("math", "math+far@top=1")
         assert manifest.max_compositions == 3
@@ -84,7 +84,7 @@ def test_all_mistakes_of_a_manifest_are_reported_at_once(tmp_path: Path) -> None
     path = tmp_path / "experts.yaml"
     path.write_text("experts: {base: a, 'a+b': b, ok: c}\nallow: [nosuch, ok+ok@x=1]\n")
     with refused(FieldError, "experts") as caught:
-        read_manifest(path)
+        Manifest.read(path)
     parameters_and_values = [("experts", "'base'"), ("experts", "'a+b'"), ("allow", "'nosuch'"), ("allow", "x=1")]
     for problem, (parameter, value) in zip(caught.value.problems, parameters_and_values, strict=True):
         assert problem.parameter == parameter
@@ -93,7 +93,7 @@ def test_all_mistakes_of_a_manifest_are_reported_at_once(tmp_path: Path) -> None
 
 def test_a_missing_manifest(tmp_path: Path) -> None:
     with refused(NotFoundError, "path", match="nope"):
-        read_manifest(tmp_path / "nope")
+        Manifest.read(tmp_path / "nope")
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,19 @@ def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, value: str) -
     path = tmp_path / "experts.yaml"
     path.write_text(content)
     with pytest.raises(AdapterswapError, match=value):
-        read_manifest(path)
+        Manifest.read(path)
 
 
 def test_what_is_not_a_manifest_is_refused(experts: Path, tmp_path: Path) -> None:
     with refused(ArgumentError, "path", match=str(experts)):
-        read_manifest(experts / "math")
+        Manifest.read(experts / "math")
     shutil.rmtree(experts)
     experts.mkdir()
     with refused(ArgumentError, "path"):
-        read_manifest(experts)
+        Manifest.read(experts)
 
 
 def test_the_example_is_valid() -> None:
-    manifest = read_manifest(Path(__file__).parents[3] / "examples" / "serving" / "experts.yaml")
+    manifest = Manifest.read(Path(__file__).parents[3] / "examples" / "serving" / "experts.yaml")
     assert manifest.allow is not None
     assert set(manifest.experts) == {"math", "swahili", "telugu"}

@@ -21,7 +21,7 @@ from peft import PeftModel
 from refusals import refused
 
 import adapterswap
-from adapterswap.engines.serving import Cache, NamedComposer, plugin, read_manifest
+from adapterswap.engines.serving import Cache, Manifest, NamedComposer, plugin
 from adapterswap.engines.serving.vllm import Launch, value_of
 from adapterswap.engines.serving.vllm_guard import ManifestOnly
 from adapterswap.kit.errors import ArgumentError, RunError
@@ -168,7 +168,7 @@ def test_arguments_that_would_undo_the_setup_are_refused(
     result = serve("--", *arguments)
     assert result.exit_code == 2
     assert named in result.stderr
-    composer = NamedComposer(read_manifest(experts), str(served_base("llama")), Cache(tmp_path / "cache"), None)
+    composer = NamedComposer(Manifest.read(experts), str(served_base("llama")), Cache(tmp_path / "cache"), None)
     with refused(ArgumentError, "vllm_args"):
         Launch.plan(composer, {name: composer.open(name) for name in composer.manifest.experts}, experts, arguments)
     assert result.stdout == ""

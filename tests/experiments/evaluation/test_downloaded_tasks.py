@@ -28,7 +28,7 @@ from adapterswap.experiments.evaluation.mgsm import (
     read_mgsm,
     variant_task_names,
 )
-from adapterswap.experiments.evaluation.tasks import LoadedTasks, task_names
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.experiments.sweeps.tasks import _primary
 from adapterswap.kit.errors import ArgumentError, DataError, FieldError, NotFoundError
 
@@ -159,7 +159,7 @@ def test_names_of_mgsm_rev2(rev2: Path) -> None:
     assert set(LoadedTasks.load(["mgsm_rev2_*_sw"]).tasks) == {f"mgsm_rev2_{mode}_sw" for mode in MODES}
     assert len(variant_task_names()) == 2 * 3 * len(LANGUAGES)
     assert set(LoadedTasks.load(["mgsm_*_sw"]).tasks) == {f"mgsm_{mode}_sw" for mode in MODES}
-    assert "mgsm_rev2_direct_sw" in task_names("mgsm_rev2_d")
+    assert "mgsm_rev2_direct_sw" in LoadedTasks.known_names("mgsm_rev2_d")
     with refused(ArgumentError, "tasks", match="mgsm_rev2_direct_xx"):
         LoadedTasks.check_names(["mgsm_rev2_direct_xx"])
     with refused(ArgumentError, "num_fewshot", match="9 shots"):

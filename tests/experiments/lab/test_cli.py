@@ -57,7 +57,7 @@ def test_without_a_terminal_each_stage_is_one_line(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(to_json=dict)
 
     plan = SimpleNamespace(run=run)
-    monkeypatch.setattr("adapterswap.experiments.lab.french.plan_french", lambda *args, **kwargs: plan)
+    monkeypatch.setattr("adapterswap.experiments.lab.french.FrenchPlan.of", lambda *args, **kwargs: plan)
     target = str(tmp_path / "out")
     result = CliRunner().invoke(main, ["lab", "--scene", "french", "--out-path", target, "--json"])
     assert json.loads(result.stdout) == {"dry_run": False}

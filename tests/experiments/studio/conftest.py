@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from adapterswap.experiments.lab.bases import write_base
 from adapterswap.experiments.lab.scenes import SCENES
 from adapterswap.experiments.lab.study import LAB_FORMAT
-from adapterswap.experiments.studio.workspace import Workspace, open_lab
+from adapterswap.experiments.studio.workspace import Workspace
 
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
@@ -49,7 +49,7 @@ def lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def workspace(lab_run: Path) -> Workspace:
-    return open_lab(lab_run, device="cpu")
+    return Workspace.of_lab(lab_run, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address, paint
 from adapterswap.experiments.studio.export import lines, write_file
 from adapterswap.experiments.studio.html import Column, answers_html
-from adapterswap.experiments.studio.workspace import Workspace, open_lab, open_workspace
+from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -72,7 +72,7 @@ def renamed(lab_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspac
     third = random_expert(lab_run / "seed-0/base", tmp_path_factory.mktemp("renamed") / "third", 3)
     places = {"maths": "math", "my swahili": "language", "english": third, "a=b": third}
     named = {name: str(lab_run / "seed-0" / place) for name, place in places.items()}
-    return open_workspace(str(lab_run / "seed-0/base"), named, device="cpu")
+    return Workspace.open(str(lab_run / "seed-0/base"), named, device="cpu")
 
 
 @pytest.mark.sampled(5)
@@ -124,7 +124,7 @@ def test_an_address_contains_the_whole_choice(workspace: Workspace, query: str) 
 
 def test_a_seed_of_a_lab_names_the_folder_above(lab_run: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
-        open_lab(lab_run / "seed-0")
+        Workspace.of_lab(lab_run / "seed-0")
     (problem,) = caught.value.problems
     assert (problem.parameter, problem.remedy) == ("lab", f"Pass the folder above it: `lab={lab_run}`")
 
@@ -198,7 +198,7 @@ def test_a_broken_expert_is_named_and_the_others_go_on(lab_run: Path, tmp_path: 
     bad = tmp_path / "bad"
     bad.mkdir()
     (bad / "adapter_config.json").write_text("{")
-    workspace = open_workspace(str(lab_run / "seed-0/base"), tmp_path, device="cpu")
+    workspace = Workspace.open(str(lab_run / "seed-0/base"), tmp_path, device="cpu")
     assert list(workspace.experts) == [good.name]
     assert list(workspace.faults) == [bad.name]
     with pytest.raises(AdapterswapError, match="bad"):
@@ -208,15 +208,15 @@ def test_a_broken_expert_is_named_and_the_others_go_on(lab_run: Path, tmp_path: 
 def test_a_chain_of_a_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "experts.yaml").write_text("experts: {math: {chain: [sft, dpo]}}")
     with refused(UnsupportedError, "experts"):
-        open_workspace("nowhere", tmp_path / "experts.yaml", device="cpu")
+        Workspace.open("nowhere", tmp_path / "experts.yaml", device="cpu")
 
 
 def test_experts_are_added_by_path_only_where_that_is_allowed(lab_run: Path, tmp_path: Path) -> None:
     third = random_expert(lab_run / "seed-0/base", tmp_path / "third", 7)
-    closed = open_lab(lab_run, device="cpu")
+    closed = Workspace.of_lab(lab_run, device="cpu")
     with pytest.raises(ArgumentError):
         closed.add(str(third))
-    opened = open_lab(lab_run, device="cpu", allow_paths=True)
+    opened = Workspace.of_lab(lab_run, device="cpu", allow_paths=True)
     assert opened.add(str(third)) == "third"
     assert opened.plan(opened.composition(Choice(("math",), ("third",), {"bottom": 1, "top": 0}))).num_layers == 6
     with pytest.raises(ArgumentError):
@@ -225,12 +225,12 @@ def test_experts_are_added_by_path_only_where_that_is_allowed(lab_run: Path, tmp
 
 def test_a_folder_that_is_not_a_lab_run(tmp_path: Path, lab_run: Path) -> None:
     with pytest.raises(NotFoundError):
-        open_lab(tmp_path)
+        Workspace.of_lab(tmp_path)
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(DataError):
-        open_lab(tmp_path)
+        Workspace.of_lab(tmp_path)
     with pytest.raises(NotFoundError) as caught:
-        open_lab(lab_run, 3)
+        Workspace.of_lab(lab_run, 3)
     assert caught.value.parameter == "lab_seed"
 
 

@@ -14,7 +14,7 @@ import torch
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
 from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import first_choice, from_address
-from adapterswap.experiments.studio.workspace import Workspace, open_workspace
+from adapterswap.experiments.studio.workspace import Workspace
 from tests.experiments.evaluation.conftest import byte_tokenizer, pico_model
 
 from .conftest import random_expert
@@ -70,7 +70,7 @@ def test_mgsm_is_scored_as_evaluate_scores_it(
     byte_tokenizer().save_pretrained(tmp_path / "base")
     for seed, name in enumerate(("math", "language"), 1):
         random_expert(tmp_path / "base", tmp_path / "experts" / name, seed)
-    workspace = open_workspace(str(tmp_path / "base"), tmp_path / "experts", device="cpu")
+    workspace = Workspace.open(str(tmp_path / "base"), tmp_path / "experts", device="cpu")
     query = "?task=math&language=language&bottom=1&top=0"
     composition = workspace.composition(from_address(query, first_choice(["math", "language"])))
     page = visit(query, url=serve(workspace))

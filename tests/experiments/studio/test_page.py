@@ -30,7 +30,7 @@ from adapterswap.experiments.studio.choice import Choice, first_choice, from_add
 from adapterswap.experiments.studio.controls import presets
 from adapterswap.experiments.studio.html import COLUMNS, columns
 from adapterswap.experiments.studio.server import serve_page
-from adapterswap.experiments.studio.workspace import Workspace, open_lab, open_workspace
+from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import AdapterswapError
 
 from .conftest import HOSTILE, Served, random_expert
@@ -379,7 +379,7 @@ def test_everything_is_escaped(visit: Visit, serve: Callable[[Workspace], str], 
     random_expert(lab_run / "seed-0/base", place / "math", 1)
     (place / "broken").mkdir()
     (place / "broken" / "adapter_config.json").write_text("{")
-    workspace = open_workspace(str(lab_run / "seed-0/base"), place, device="cpu")
+    workspace = Workspace.open(str(lab_run / "seed-0/base"), place, device="cpu")
     workspace.tokenizer.decode = lambda ids, **options: HOSTILE
     page = visit("?prompt=a", url=serve(workspace))
     assert page.locator("#written .written").first.inner_text() == HOSTILE
@@ -393,7 +393,7 @@ def test_experts_that_do_not_fit_together_are_named(
 ) -> None:
     """The first composition that the page would show is refused; the page opens, and says why."""
     named = {"math": str(lab_run / "seed-0/math"), "misfit": str(expert(seed=1))}
-    workspace = open_workspace(str(lab_run / "seed-0/base"), named, device="cpu")
+    workspace = Workspace.open(str(lab_run / "seed-0/base"), named, device="cpu")
     assert list(workspace.not_live) == ["misfit"]
     page = visit("?prompt=a", url=serve(workspace))
     with pytest.raises(AdapterswapError) as caught:
@@ -682,7 +682,7 @@ def test_a_visitor_may_name_a_path_only_where_that_is_allowed(
 ) -> None:
     assert visit().locator("#path").count() == 0
     third = random_expert(lab_run / "seed-0/base", tmp_path / "third", 7)
-    page = visit(url=serve(open_lab(lab_run, device="cpu", allow_paths=True)))
+    page = visit(url=serve(Workspace.of_lab(lab_run, device="cpu", allow_paths=True)))
     page.locator("#path textarea, #path input").first.fill(str(tmp_path / "nothing"))
     page.locator("#open").click()
     page.locator(".problem", has_text="nothing").wait_for()
@@ -705,4 +705,4 @@ def test_the_command_opens_and_checks(lab_run: Path) -> None:
     assert "math, language" in result.stderr
     for wrong in (["--lab", str(lab_run), "--base-model", "x"], ["--base-model", "x"], [], ["--lab-seed", "1"]):
         assert CliRunner().invoke(main, ["studio", *wrong]).exit_code == 2
-    assert open_lab(lab_run, device="cpu").num_layers == LAYERS
+    assert Workspace.of_lab(lab_run, device="cpu").num_layers == LAYERS

@@ -12,7 +12,7 @@ from click.testing import Result
 
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, sweep
-from adapterswap.experiments.sweeps.recording import freeze
+from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.errors import ArgumentError, DataError, OutputError, RunError
 from adapterswap.kit.files.hashes import sha256_of
 
@@ -22,12 +22,13 @@ FAMILIES = [{"bottom": [1, 2], "top": 1}]
 
 def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -> None:
     requested = recipe(compositions=FAMILIES, baselines=["base", "soup"])
-    content = freeze(prepare(requested), tmp_path / "run", reference="soup")
+    content = Preregistration.freeze(prepare(requested), tmp_path / "run", reference="soup")
     file = tmp_path / "run" / "preregistration.json"
     written = json.loads(file.read_text())
     assert {**written, "sha256": sha256_of(file)} == content
     assert written["sweep"]["experts"]["math1"]["sha256"]
-    assert freeze(prepare(requested), tmp_path / "run", reference="soup") == content  # the same again changes nothing
+    again = Preregistration.freeze(prepare(requested), tmp_path / "run", reference="soup")
+    assert again == content  # the same again changes nothing
     sweep(requested, tmp_path / "run", device="cpu")
     source = open_source(tmp_path / "run")
     report = make_report(source, draws=50)
@@ -38,7 +39,7 @@ def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -
     assert other is not None
     assert len(other.differences) == 3
     with pytest.raises(RunError) as caught:  # too late after the run
-        freeze(prepare(requested), tmp_path / "run")
+        Preregistration.freeze(prepare(requested), tmp_path / "run")
     assert caught.value.parameter == "out_path"
 
     changed = recipe(compositions=[{"bottom": [1], "top": 1}], baselines=["base", "soup"])
@@ -59,16 +60,16 @@ def test_invalid_registrations(recipe: Recipe, tmp_path: Path) -> None:
         ({"reference": "soup"}, "reference"), ({"methods": ["ties"]}, "methods"), ({"methods": ["base"]}, "methods")
     ):  # fmt: skip
         with pytest.raises(ArgumentError) as caught:
-            freeze(prepared, tmp_path / "run", **options)  # type: ignore[arg-type]
+            Preregistration.freeze(prepared, tmp_path / "run", **options)  # type: ignore[arg-type]
         assert caught.value.parameter == parameter
     assert not (tmp_path / "run").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(OutputError):
-        freeze(prepared, tmp_path / "mine")
-    freeze(prepared, tmp_path / "run", reference="base")
+        Preregistration.freeze(prepared, tmp_path / "mine")
+    Preregistration.freeze(prepared, tmp_path / "run", reference="base")
     with pytest.raises(OutputError):
-        freeze(prepared, tmp_path / "run", reference="layer_swap")
+        Preregistration.freeze(prepared, tmp_path / "run", reference="layer_swap")
 
 
 def test_the_command(run: Callable[..., Result], content: Callable[..., dict[str, object]], tmp_path: Path) -> None:
