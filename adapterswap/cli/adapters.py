@@ -55,8 +55,10 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
 
 
 _BESIDE = {
-    "chat_template": "chat templates", "generation": "generation settings", "code": "code, which is never run",
-}  # fmt: skip
+    "chat_template": "chat templates",
+    "generation": "generation settings",
+    "code": "code, which is never run",
+}
 
 
 def _print_inspection(inspection: Inspection) -> None:

@@ -61,9 +61,7 @@ def analyze_command(
     if from_csv is not None:
         analysis = Analysis.read(from_csv)
         if out_path is not None:
-            analysis.write(
-                out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv], dry_run=dry_run
-            )  # fmt: skip
+            analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=[from_csv], dry_run=dry_run)
     else:
         named = _named(experts)
         if dry_run:
@@ -73,9 +71,14 @@ def analyze_command(
             _print_matrices(counts, as_json=as_json)
             return
         analysis = analyze(
-            named, base_model=base_model or None, threshold=threshold, out_path=out_path, column_width=column_width,
-            overwrite=overwrite, bars=progress_bar,
-        )  # fmt: skip
+            named,
+            base_model=base_model or None,
+            threshold=threshold,
+            out_path=out_path,
+            column_width=column_width,
+            overwrite=overwrite,
+            bars=progress_bar,
+        )
     if as_json:
         print_json(analysis.as_json())
     else:
@@ -132,8 +135,9 @@ def _print_analysis(analysis: Analysis) -> None:
     for pair in analysis.pairs:
         by_layer = pair.by_layer()
         heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
-        measured = [(head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f")
-                    for key, head in heads.items()]  # fmt: skip
+        measured = [
+            (head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f") for key, head in heads.items()
+        ]
         _print_layers(" and ".join(pair.experts), measured)
     if analysis.threshold is not None:
         above = f"whose mean absolute change is above {analysis.threshold:.3g}"

@@ -162,8 +162,9 @@ def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None
     if used := [key for key, value in options.items() if key not in fitting and value not in (None, (), False)]:
         raise ArgumentError(
             f"`{used[0]}` only applies to a composition, not to the adapter {path}",
-            "Leave out the option or the adapter", parameter=used[0],
-        )  # fmt: skip
+            "Leave out the option or the adapter",
+            parameter=used[0],
+        )
     return adapter_plan(path, base_model, options["num_layers"], tokenizer=options["tokenizer"])
 
 

@@ -202,9 +202,14 @@ def evaluate_command(
         count_bar("requests", shown=processes.main, first_line="answering {total} requests") as advance,
     ):
         result = prepared.run(
-            device=device, dtype=dtype, out_path=out_path, overwrite=overwrite, processes=processes,
-            on_loaded=lambda: _phase("building the prompts"), on_progress=advance,
-        )  # fmt: skip
+            device=device,
+            dtype=dtype,
+            out_path=out_path,
+            overwrite=overwrite,
+            processes=processes,
+            on_loaded=lambda: _phase("building the prompts"),
+            on_progress=advance,
+        )
     if not processes.main:
         return
     if as_json:

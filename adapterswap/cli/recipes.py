@@ -95,8 +95,9 @@ def cp(
         )
     files = copy_recipes(names, folder, overwrite=overwrite, dry_run=dry_run)
     if as_json:
-        print_json({"written": not dry_run, "out_path": folder, "recipes": [f"{name}.yaml" for name in names],
-                    "files": files})  # fmt: skip
+        print_json(
+            {"written": not dry_run, "out_path": folder, "recipes": [f"{name}.yaml" for name in names], "files": files}
+        )
         return
     for name in files:
         echo(f"{folder}/{name}")

@@ -125,9 +125,12 @@ def sweep_command(
         sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
     with working("reading experts and tasks", shown=Processes.is_first()):
         prepared = prepare(
-            sweep_recipe, confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code,
-            out_path=None if freeze else out_path, overwrite=overwrite,
-        )  # fmt: skip
+            sweep_recipe,
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
+            trust_task_code=trust_task_code,
+            out_path=None if freeze else out_path,
+            overwrite=overwrite,
+        )
     for line in prepared.notes if Processes.is_first() else ():
         note(line)
     if freeze:

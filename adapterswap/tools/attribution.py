@@ -451,11 +451,12 @@ def _pairs(
     remarks = [
         f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}"
         for names, what in (
-            (added, "that the base lacks"), (missing, "that only the base has"),
+            (added, "that the base lacks"),
+            (missing, "that only the base has"),
             (odd, "of another shape, or changed and not in float32, bfloat16 or float16"),
         )
         if names
-    ]  # fmt: skip
+    ]
     compared = {name: pair for name, pair in both.items() if name not in plain and name not in odd}
     return compared, remarks, [*added, *missing, *odd]
 
@@ -486,10 +487,11 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
             like = ours or next(iter(given.values()))
             slot = plan.slots.get(name)
             changes = {
-                expert: _low_rank(expert, LowRank(module, experts[expert].file.path),
-                                  files[experts[expert].file.path], "F32")
+                expert: _low_rank(
+                    expert, LowRank(module, experts[expert].file.path), files[experts[expert].file.path], "F32"
+                )
                 for expert, module in given.items()
-            }  # fmt: skip
+            }
             factors = None if ours is None else Factors.read("the adapter", files[adapter.file.path], ours)
             lengths = factors and _lengths(factors)
             unit = 0.0 if ours is None else 4.0 * 2.0 ** -_DIGITS[ours.dtype]
@@ -588,9 +590,7 @@ def _answers(
         among = [finding.name for finding in changed if name in finding.zero]
         notes.append(f"{name} changes nothing in {_counted(among, 'tensor')}, so its coefficient there is not known")
     within, sentence = _resolution(changed)
-    return Attribution(
-        stated, tuple(answers) if names else (stated,), findings, names, (*notes, *sentence), within
-    )  # fmt: skip
+    return Attribution(stated, tuple(answers) if names else (stated,), findings, names, (*notes, *sentence), within)
 
 
 def _resolution(changed: Iterable[Finding]) -> tuple[float | None, tuple[str, ...]]:
@@ -704,6 +704,8 @@ def _with_companions(result: Attribution, beside: Beside) -> Attribution:
     """The same with the files beside the weights."""
     answers = (f"{result.stated}, in its weights",) if result.equal and beside.differing else result.answers
     return replace(
-        result, answers=(*answers, *beside.answers), differing=(*result.differing, *beside.differing),
+        result,
+        answers=(*answers, *beside.answers),
+        differing=(*result.differing, *beside.differing),
         notes=(*result.notes, *beside.notes),
-    )  # fmt: skip
+    )

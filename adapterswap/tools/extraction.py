@@ -242,11 +242,14 @@ def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Ma
     model = Base.at(pair.base.source.folder, pair.base.name, to_adapt=True)
     layers = dict.fromkeys(module.layer for module in extraction.modules)
     return extracted_card(
-        pair.full, base, config, model_class=model.class_name if model.is_multimodal else "AutoModelForCausalLM",
+        pair.full,
+        base,
+        config,
+        model_class=model.class_name if model.is_multimodal else "AutoModelForCausalLM",
         errors=(extraction.error, extraction.whole_error),
         rows=[_row("no layer" if one is None else f"layer {one}", extraction.modules, one) for one in layers],
         lost=extraction.lost_lines(),
-    )  # fmt: skip
+    )
 
 
 def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:

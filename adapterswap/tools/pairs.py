@@ -347,9 +347,13 @@ def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> It
 
 
 def _check_names(
-    ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint, base: Checkpoint,
-    side: Side, problems: Problems,
-) -> None:  # fmt: skip
+    ours: Mapping[str, StoredTensor],
+    theirs: Mapping[str, StoredTensor],
+    full: Checkpoint,
+    base: Checkpoint,
+    side: Side,
+    problems: Problems,
+) -> None:
     parameter_names = set(side.parameters.values())
     for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(holder.keys() - lacking.keys()):
@@ -359,9 +363,13 @@ def _check_names(
 
 
 def _check_complete(
-    side: Side, ours: Mapping[str, StoredTensor], theirs: Mapping[str, StoredTensor], full: Checkpoint,
-    base: Checkpoint, problems: Problems,
-) -> None:  # fmt: skip
+    side: Side,
+    ours: Mapping[str, StoredTensor],
+    theirs: Mapping[str, StoredTensor],
+    full: Checkpoint,
+    base: Checkpoint,
+    problems: Problems,
+) -> None:
     for name in sorted(side.weights.keys() - ours.keys() - theirs.keys()):
         problems.add(
             f"Neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",

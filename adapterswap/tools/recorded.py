@@ -129,9 +129,11 @@ def compare_records(
     if record.base is None and base_model is not None and record.kind == "adapter":
         notes.append("The base was not compared: the record has none, because none was needed")
     return Verification(
-        changed, unchecked=(BASE,) if record.base is not None and base is None else (),
-        record_differs=tuple(dict.fromkeys(differing_keys)), notes=tuple(notes),
-    )  # fmt: skip
+        changed,
+        unchecked=(BASE,) if record.base is not None and base is None else (),
+        record_differs=tuple(dict.fromkeys(differing_keys)),
+        notes=tuple(notes),
+    )
 
 
 def _as_recorded(base: SourceRecord, record: CompositionRecord, base_model: str | None) -> SourceRecord:

@@ -104,9 +104,12 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         found = compare_records(content, record, rewritten.content or {}, sources, base_model)
         records = {file.fields.get("adapterswap.record") for file in opened.files}
         return replace(
-            found, differing=tuple(differing), config_differs=fields, config=_METADATA,
+            found,
+            differing=tuple(differing),
+            config_differs=fields,
+            config=_METADATA,
             record_differs=(*found.record_differs, *(["adapterswap.record"] if len(records) > 1 else [])),
-        )  # fmt: skip
+        )
 
 
 def _differing_tensors(first: GgufFile, second: GgufFile) -> list[str]:
@@ -252,9 +255,13 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         )
     changed, located = _changed_files(sources, source_paths, WEIGHTS)
     return Verification(
-        changed, (WEIGHTS,) if differing else (), config, made="trained",
-        unchecked=tuple(name for name in sources if name not in located), notes=added_files(folder, content),
-    )  # fmt: skip
+        changed,
+        (WEIGHTS,) if differing else (),
+        config,
+        made="trained",
+        unchecked=tuple(name for name in sources if name not in located),
+        notes=added_files(folder, content),
+    )
 
 
 def _changed_files(
@@ -311,11 +318,15 @@ def _verify_converted(
     result = compare_records(content, record, recomputed, opened, base_model)
     incomplete = _CONVERSION - content["conversion"].keys()
     return replace(
-        result, changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
-        differing=(WEIGHTS,) if differing else (), config_differs=config, made="converted",
-        unchecked=(*unchecked, *result.unchecked), notes=(*result.notes, *added_files(folder, content)),
+        result,
+        changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
+        differing=(WEIGHTS,) if differing else (),
+        config_differs=config,
+        made="converted",
+        unchecked=(*unchecked, *result.unchecked),
+        notes=(*result.notes, *added_files(folder, content)),
         record_differs=(*result.record_differs, *(["conversion"] if incomplete else [])),
-    )  # fmt: skip
+    )
 
 
 def _recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
@@ -376,9 +387,12 @@ def _compare(
     )
     sources = compare_records(content, record, recomputed, opened, base_model)
     return replace(
-        sources, differing=differing, config_differs=written != rewritten, config=config,
+        sources,
+        differing=differing,
+        config_differs=written != rewritten,
+        config=config,
         notes=(*sources.notes, *notes),
-    )  # fmt: skip
+    )
 
 
 def _same_bytes(one: Path, other: Path) -> bool:

@@ -174,8 +174,9 @@ def _with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
         result[_ROPE] = {kind: _rope(part, None) for kind, part in rope.items()}
     elif local is not None:
         result[_ROPE] = {
-            "full_attention": _rope(rope, theta), "sliding_attention": _rope({}, local),
-        }  # fmt: skip
+            "full_attention": _rope(rope, theta),
+            "sliding_attention": _rope({}, local),
+        }
     else:
         result[_ROPE] = _rope(rope, theta)
     return result

@@ -27,18 +27,30 @@ VOCABULARY_FILES = (
     "vocab.bpe",
 )  # fmt: skip
 TOKENIZER_FILES = (
-    *VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
-)  # fmt: skip
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+)
 TEMPLATE_FILES = ("*.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 PROCESSOR_FILES = ("*processor_config.json",)
 POOLING_FILES = (  # sentence-transformers
-    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",
-)  # fmt: skip
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "[0-9]_*/*",
+)
 LEGAL_FILES = ("LICENSE*", "NOTICE*")
 
 COMPANION_FILES = (
-    GENERATION_CONFIG, *TOKENIZER_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES, *POOLING_FILES, *LEGAL_FILES,
-)  # fmt: skip
+    GENERATION_CONFIG,
+    *TOKENIZER_FILES,
+    *TEMPLATE_FILES,
+    *PROCESSOR_FILES,
+    *POOLING_FILES,
+    *LEGAL_FILES,
+)
 """Everything that a model or an adapter may need besides its config and weights."""
 
 

@@ -181,8 +181,10 @@ def _fault(parameter: object) -> str | None:
         return f"{name!r}, a name that compositions use for something else"
     namesake = PARAMETERS.get(name)
     if namesake is not None and (namesake.kind, namesake.rule_name, namesake.shared) != (
-        parameter.kind, parameter.rule_name, parameter.shared,
-    ):  # fmt: skip
+        parameter.kind,
+        parameter.rule_name,
+        parameter.shared,
+    ):
         return (
             f"{name!r}, which other methods declare with another type: import it from adapterswap.core.methods.method"
         )

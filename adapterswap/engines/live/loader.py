@@ -331,9 +331,14 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
         ours |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in part.tensors.items()}
         theirs |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in state.items()}
     compare_shapes(
-        ours, theirs, one=f"the expert {name!r}", other="the model", remedy=remedy, problems=problems,
+        ours,
+        theirs,
+        one=f"the expert {name!r}",
+        other="the model",
+        remedy=remedy,
+        problems=problems,
         parameter="expert",
-    )  # fmt: skip
+    )
     problems.raise_if_any()
     check_copies(adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()})
 

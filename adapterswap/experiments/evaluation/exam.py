@@ -66,9 +66,14 @@ class Exam:
     ) -> EvaluationResult:
         """The scores of a model in memory; see `evaluator.evaluate`."""
         return evaluate(
-            model, self.base.tokenizer, self.tasks, self.settings, documents=self.documents, processes=processes,
+            model,
+            self.base.tokenizer,
+            self.tasks,
+            self.settings,
+            documents=self.documents,
+            processes=processes,
             on_progress=on_progress,
-        )  # fmt: skip
+        )
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:

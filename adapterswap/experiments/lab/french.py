@@ -108,9 +108,10 @@ class FrenchPlan:
         for name in EXPERTS:
             if not os.path.isdir(folder / name):
                 raise NotFoundError(
-                    f"{folder} contains no expert {name}", "Train it with the recipes of examples/smollm2",
+                    f"{folder} contains no expert {name}",
+                    "Train it with the recipes of examples/smollm2",
                     parameter="experts",
-                )  # fmt: skip
+                )
         target = expand(out_path)
         if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
             raise OutputError(

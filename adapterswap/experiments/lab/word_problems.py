@@ -35,7 +35,7 @@ _NAMES = {
         "m": ("Pierre", "Paul", "Lucas", "Thomas", "Louis", "Hugo"),
         "f": ("Marie", "Claire", "Sophie", "Julie", "Laura", "Nadia"),
     },
-}  # fmt: skip
+}
 _THINGS = {
     "en": ("apples", "books", "pens", "oranges", "flowers", "photos", "hats", "keys", "toys", "bottles"),
     "es": (
@@ -103,9 +103,12 @@ class WordProblem:
     def as_row(self, language: str) -> dict[str, Any]:
         """A document of a task for lm-evaluation-harness."""
         return {
-            "question": self.questions[language], "choices": [str(number) for number in self.choices],
-            "label": self.choices.index(self.number), "template": self.template, "operation": self.operation,
-        }  # fmt: skip
+            "question": self.questions[language],
+            "choices": [str(number) for number in self.choices],
+            "label": self.choices.index(self.number),
+            "template": self.template,
+            "operation": self.operation,
+        }
 
 
 @cache
@@ -221,9 +224,10 @@ def _draw_other(template: Template, rng: Random, language: str, seen: set[str], 
             seen.add(question)
             return problem
     raise ArgumentError(
-        f"{_TRIES} draws found no further problem of template {template.name}", "Ask for fewer problems",
+        f"{_TRIES} draws found no further problem of template {template.name}",
+        "Ask for fewer problems",
         parameter=parameter,
-    )  # fmt: skip
+    )
 
 
 def questions_of(problems: Sequence[WordProblem], language: str) -> list[str]:

@@ -108,10 +108,14 @@ class Answering:
         named = dict(zip(self._controls.components, values, strict=True))
         choice = self._controls.choice(named, painted or {}, str(prompt or ""))
         return _Request(
-            read.visitor, read.draw, read.answer,
+            read.visitor,
+            read.draw,
+            read.answer,
             tuple(kind for kind in COLUMNS if kind in shown),
-            max(1, min(int(tokens), _MOST_TOKENS)), bool(chat), choice,
-        )  # fmt: skip
+            max(1, min(int(tokens), _MOST_TOKENS)),
+            bool(chat),
+            choice,
+        )
 
     async def _stream(self, request: _Request) -> AsyncIterator[bytes]:
         loop = asyncio.get_running_loop()
@@ -164,9 +168,12 @@ class Answering:
             known = lab.known.get(choice.prompt) if lab else None
             right = lab.problems[known[1]].answer if lab and known else None
             for answers in workspace.answers(
-                choice.prompt, [column.composition for column in compared], max_new_tokens=request.tokens,
-                chat=request.chat, stopped=left,
-            ):  # fmt: skip
+                choice.prompt,
+                [column.composition for column in compared],
+                max_new_tokens=request.tokens,
+                chat=request.chat,
+                stopped=left,
+            ):
                 if left.is_set():
                     return
                 if answers.first_seconds is not None:

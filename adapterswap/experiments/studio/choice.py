@@ -174,9 +174,10 @@ def from_address(query: str, fallback: Choice) -> Choice:
             fields[key] = value
         elif not key.startswith("__"):  # Gradio's own, such as __theme
             raise ArgumentError(
-                f"The address has an unknown setting {key!r}", f"Remove it; the settings are {', '.join(FIELDS)}",
+                f"The address has an unknown setting {key!r}",
+                f"Remove it; the settings are {', '.join(FIELDS)}",
                 parameter="query",
-            )  # fmt: skip
+            )
     if not (sides["task"] or sides["language"] or fields):
         fields = dict(fallback.fields)
     return Choice(

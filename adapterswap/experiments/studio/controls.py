@@ -21,9 +21,11 @@ _PARTITION = "partition "
 WEIGHTS = ("task_weight", "language_weight", "weights")
 _DENSITY = 0.5  # the initial value of a required parameter
 _LABELS = {
-    "bottom": "Bottom layers", "top": "Top layers",
-    "bottom_transition": "Bottom transition", "top_transition": "Top transition",
-}  # fmt: skip
+    "bottom": "Bottom layers",
+    "top": "Top layers",
+    "bottom_transition": "Bottom transition",
+    "top_transition": "Top transition",
+}
 
 
 def presets() -> list[tuple[str, str]]:

@@ -23,9 +23,7 @@ _POLICY = (
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
-_HEADERS = {
-    "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"
-}  # fmt: skip
+_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 _MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
 _FETCHED = {"/", "/config", "/theme.css", "/favicon.ico"}
 _FETCHED |= {f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events")}

@@ -179,8 +179,9 @@ class _Page:
             f'<div id="meaning"></div><div id="written" aria-live="polite" aria-busy="true" data-sliders="{sliders}">'
             f"{waiting_html(columns(self.workspace, self.first, [*COLUMNS]), self.names)}</div>"
             '<div id="timing"></div><div id="scores"></div>',
-            js_on_load=_asset("answers.js"), elem_id="answers",
-        )  # fmt: skip
+            js_on_load=_asset("answers.js"),
+            elem_id="answers",
+        )
         with gr.Accordion("Options", open=False):
             self.shown = gr.CheckboxGroup(
                 [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Compare"
@@ -222,9 +223,12 @@ class _Page:
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
         label = 'Your file: JSON Lines with "prompt" and "answer"'
         self.rows = gr.HTML(  # the browser reads the file, so that the server needs no uploads
-            "", html_template=f"<label>{label} <input type=file accept=.jsonl></label>", js_on_load=_ROWS,
-            visible=False, elem_id="rows",
-        )  # fmt: skip
+            "",
+            html_template=f"<label>{label} <input type=file accept=.jsonl></label>",
+            js_on_load=_ROWS,
+            visible=False,
+            elem_id="rows",
+        )
         with gr.Row(equal_height=True):
             self.evaluate = gr.Button(
                 "Evaluate", variant="primary", size="md", elem_id="evaluate", min_width=160, scale=0
@@ -439,9 +443,13 @@ class _Page:
             lambda task: gr.update(visible=task == evaluations.OWN_FILE), self.task, self.rows, **_FAST, **_HIDDEN
         )
         self.evaluate.click(
-            self._evaluate_now, [self.task, self.limit, self.rows, self.kept, *self._inputs],
-            [self.progress, self.kept, self.table], show_progress="hidden", concurrency_limit=None, **_HIDDEN,
-        )  # fmt: skip
+            self._evaluate_now,
+            [self.task, self.limit, self.rows, self.kept, *self._inputs],
+            [self.progress, self.kept, self.table],
+            show_progress="hidden",
+            concurrency_limit=None,
+            **_HIDDEN,
+        )
 
         def stop(request: gr.Request) -> None:
             self.evaluations.leave(request.session_hash or "")
@@ -487,8 +495,11 @@ class _Page:
         gr.on(
             [slider.input for slider in transitions],
             lambda *layers: [gr.update(visible=self.controls.averages(layers))] * len(WEIGHTS),
-            transitions, [controls[name] for name in WEIGHTS], **_FAST, **_HIDDEN,
-        )  # fmt: skip
+            transitions,
+            [controls[name] for name in WEIGHTS],
+            **_FAST,
+            **_HIDDEN,
+        )
         moved = [component.input for name, component in controls.items() if name != "preset"]
         asked = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
         asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
@@ -518,11 +529,12 @@ class _Page:
         ]
         self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
         restored = blocks.load(
-            self._restore, [self.address],
+            self._restore,
+            [self.address],
             [self.brush, self.painted, self.prompt, self.spoken, self.number, *everything],
             js="() => location.search",
             **{**_FAST, **_HIDDEN},
-        )  # fmt: skip
+        )
         for picker in (self.spoken, self.number):
             picked = picker.input(self._problem_text, [self.spoken, self.number], self.prompt, **_FAST, **_HIDDEN)
             picked.success(**redrawing)  # the address holds the prompt
@@ -535,15 +547,22 @@ class _Page:
         self._wire_measuring(blocks, everything)
         if self.workspace.allow_paths:
             self.open.click(
-                self._open, self.path,
+                self._open,
+                self.path,
                 [controls["task"], controls["language"], self.brush, self.open_problem, self.path],
-                concurrency_id="measuring", concurrency_limit=1, **_HIDDEN,
-            )  # fmt: skip
+                concurrency_id="measuring",
+                concurrency_limit=1,
+                **_HIDDEN,
+            )
         for kind, button in self.make.items():
             button.click(
-                _with_kind(self._make, kind), [self.max_rank, *self._inputs], [self.made, self.make_problem],
-                concurrency_id="files", concurrency_limit=1, **_HIDDEN,
-            )  # fmt: skip
+                _with_kind(self._make, kind),
+                [self.max_rank, *self._inputs],
+                [self.made, self.make_problem],
+                concurrency_id="files",
+                concurrency_limit=1,
+                **_HIDDEN,
+            )
 
 
 def _with_kind(make: Callable[..., Iterator[list[Any]]], kind: str) -> Callable[..., Iterator[list[Any]]]:

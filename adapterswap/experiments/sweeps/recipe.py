@@ -147,9 +147,14 @@ class SweepRecipe(StrictModel):
     """What a sweep evaluates, and on which tasks."""
 
     PATHS: ClassVar[tuple[str, ...]] = (
-        "base_model", *_PLACES, *(f"{place}.chain.*" for place in _PLACES),
-        *(f"{place}.ladder" for place in _PLACES[:2]), "extra.*", "extra.*.*", "settings.include_path",
-    )  # fmt: skip
+        "base_model",
+        *_PLACES,
+        *(f"{place}.chain.*" for place in _PLACES),
+        *(f"{place}.ladder" for place in _PLACES[:2]),
+        "extra.*",
+        "extra.*.*",
+        "settings.include_path",
+    )
     """Keys that may be local paths."""
 
     base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")

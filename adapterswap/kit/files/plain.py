@@ -154,9 +154,7 @@ class Declared:
     ) -> dict[str, Any]:
         """The fields as plain data; the arguments are pydantic's."""
         content: dict[str, Any] = {}
-        flags = {
-            "exclude_unset": exclude_unset, "exclude_defaults": exclude_defaults, "exclude_none": exclude_none
-        }  # fmt: skip
+        flags = {"exclude_unset": exclude_unset, "exclude_defaults": exclude_defaults, "exclude_none": exclude_none}
         for name, value in self.__dict__.items():
             declared = self.model_fields.get(name)
             if (

@@ -370,9 +370,10 @@ def check_kind(content: Mapping[str, Any], kind: str, path: str | Path) -> None:
 def _other_kind(reference: str | Path, other: str, kind: str) -> FieldError:
     if other not in MARKS:
         return FieldError(
-            f"{reference} is a part of recipes, not a whole one", f"Name it in `extends:` of a recipe for `{kind}`",
+            f"{reference} is a part of recipes, not a whole one",
+            f"Name it in `extends:` of a recipe for `{kind}`",
             parameter="recipe",
-        )  # fmt: skip
+        )
     return FieldError(
         f"{reference} is a recipe for `adapterswap {other}`, not for `adapterswap {kind}`",
         f"Run `adapterswap {other} {reference}`, or pass a recipe with `{MARKS[kind]}:`",
