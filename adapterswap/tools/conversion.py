@@ -444,10 +444,9 @@ def _cut(
             raise ExpertError(f"ΔW of {change.name} holds NaN or infinity", "Train the adapter again")
         if not change.delta.any():
             continue
-        made, shape, (a, b) = lower(change.name, change.delta, True, dtype, rank=form.max_rank, error=form.max_error)
+        made, shape, factors = lower(change.name, change.delta, True, dtype, rank=form.max_rank, error=form.max_error)
         modules[change.name], shapes[change.name] = made, shape
-        tensors[ModuleKeys(change.name).factor("A", embedding=False)] = a
-        tensors[ModuleKeys(change.name).factor("B", embedding=False)] = b
+        tensors |= zip(ModuleKeys(change.name).factors(), factors, strict=True)
     if not modules:
         raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
     for name, tensor in loaded.saved.items():

@@ -107,11 +107,9 @@ class Cut:
 
 def name_tensors(weight: Weight, a: _Array, b: _Array) -> Iterator[tuple[str, _Array]]:
     """A (rank×in) and B (out×rank) under PEFT's names; a tied head has the embedding's, transposed."""
-    yield ModuleKeys(weight.name).factor("A", embedding=weight.embedding), a
-    yield ModuleKeys(weight.name).factor("B", embedding=weight.embedding), b
+    yield from zip(ModuleKeys(weight.name).factors(embedding=weight.embedding), (a, b), strict=True)
     for head in weight.tied:
-        yield ModuleKeys(head).factor("A", embedding=False), b.T
-        yield ModuleKeys(head).factor("B", embedding=False), a.T
+        yield from zip(ModuleKeys(head).factors(), (b.T, a.T), strict=True)
 
 
 def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: tuple[str, str]) -> Cut | None:

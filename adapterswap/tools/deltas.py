@@ -249,10 +249,10 @@ def write_lowered(
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
     config = adapter.config
     for weight, delta in _changes(adapter, base):
-        module, shape, (a, b) = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
+        module, shape, factors = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
         lowered[weight.name], shapes[weight.name] = module, shape
-        tensors[ModuleKeys(weight.name).factor("A", embedding=weight.embedding)] = _torch(a, dtype)
-        tensors[ModuleKeys(weight.name).factor("B", embedding=weight.embedding)] = _torch(b, dtype)
+        for key, factor in zip(ModuleKeys(weight.name).factors(embedding=weight.embedding), factors, strict=True):
+            tensors[key] = _torch(factor, dtype)
     _write(tensors, out / WEIGHTS)
     content = adapter_config(
         shapes, (config.rank, config.alpha), rslora=config.rslora, base_model=config.base_model,

@@ -160,11 +160,6 @@ class _Part:
         return ModuleName(self.name).kind
 
     @property
-    def place(self) -> tuple[bool, int, str]:
-        """Its place among others: those without a layer come first, then by layer and name; modules in full last."""
-        return isinstance(self, FullModule), -1 if self.layer is None else self.layer, self.name
-
-    @property
     def misnamed(self) -> str | None:
         """What to do if the base has no module of this name; None if that is not known."""
         return misnamed(self.name)
@@ -221,14 +216,9 @@ class LoraModule(_Part):
         return self.in_features if self.embedding else self.out_features
 
     @property
-    def a_key(self) -> str:
-        """The key under which PEFT stores A."""
-        return ModuleKeys(self.name).factor("A", embedding=self.embedding)
-
-    @property
-    def b_key(self) -> str:
-        """The key under which PEFT stores B."""
-        return ModuleKeys(self.name).factor("B", embedding=self.embedding)
+    def keys(self) -> tuple[str, str]:
+        """The keys under which PEFT stores A and B."""
+        return ModuleKeys(self.name).factors(embedding=self.embedding)
 
     @property
     def dtype(self) -> str:
@@ -343,7 +333,8 @@ class Adapter:
         source: the folder, and its name or Hub id.
         config: the content of adapter_config.json.
         file: the safetensors file's header.
-        parts: everything that it changes, by full name, in the order of their `place`.
+        parts: everything that it changes, by full name: what has no layer first, then by layer and name; modules in
+            full last.
         container: the list of layers in the base, such as `model.layers`; None if no module has a layer, or there are
             several lists.
         kept_layers: the layers of a slice, whose other layers were cut away; None for a whole expert.
@@ -520,7 +511,9 @@ class Adapter:
 
 
 def _in_order(parts: Iterable[Part]) -> dict[str, Part]:
-    return {part.name: part for part in sorted(parts, key=lambda part: part.place)}
+    """Parts by name: those without a layer first, then by layer and name; modules in full last."""
+    ordered = sorted(parts, key=lambda p: (isinstance(p, FullModule), -1 if p.layer is None else p.layer, p.name))
+    return {part.name: part for part in ordered}
 
 
 def check_distinct(names: Mapping[str, str], whose: str) -> None:
@@ -926,9 +919,8 @@ def _variant(module: LoraModule, factors: FactorTensors, config: AdapterConfig, 
                 "rows",
                 _MISMATCH,
             )
-    tensors = {module.a_key: module.a, module.b_key: module.b}
     stem = ModuleKeys(module.name).part("")
-    tensors = {key.removeprefix(stem): tensor for key, tensor in tensors.items()}
+    tensors = {key.removeprefix(stem): tensor for key, tensor in zip(module.keys, (module.a, module.b), strict=True)}
     settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
     return OpaqueModule(
         module.name, module.layer, config.title, config.peft_type, {**tensors, **factors.extras}, settings, lora=module

@@ -220,9 +220,10 @@ class ModuleKeys(str):
         """Whether it is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
         return re.search(r"\.experts\.\d+\.", self) is not None
 
-    def factor(self, factor: Literal["A", "B"], *, embedding: bool) -> str:
-        """The key under which PEFT stores a factor of a module."""
-        return f"{_PREFIX}{self}.lora_{'embedding_' if embedding else ''}{factor}{'' if embedding else '.weight'}"
+    def factors(self, *, embedding: bool = False) -> tuple[str, str]:
+        """The keys under which PEFT stores A and B of a module."""
+        start, end = (f"{_PREFIX}{self}.lora_embedding_", "") if embedding else (f"{_PREFIX}{self}.lora_", ".weight")
+        return f"{start}A{end}", f"{start}B{end}"
 
     @property
     def base_copy(self) -> str:

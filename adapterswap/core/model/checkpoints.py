@@ -10,8 +10,7 @@ No tensor is read and torch is not imported. An index is always compared with th
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -332,10 +331,10 @@ class Checkpoint:
     @staticmethod
     def read(source: Source, *, what: str = "base model") -> Checkpoint:
         """Open the checkpoint of a source; see `open_checkpoint`."""
-        if what != "base model":
+        try:
             return _read_checkpoint(source, what)
-        with _about_base():
-            return _read_checkpoint(source, what)
+        except ExpertError as error:
+            raise (error.recast(BaseModelError, parameter="base_model") if what == "base model" else error) from None
 
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
@@ -354,15 +353,6 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
     """
     parameter = None if what == "base model" else "reference"
     return Checkpoint.read(Checkpoint.find(reference, what=what, parameter=parameter), what=what)
-
-
-@contextmanager
-def _about_base() -> Iterator[None]:
-    """Turn `ExpertError`s into `BaseModelError`s."""
-    try:
-        yield
-    except ExpertError as error:
-        raise error.recast(BaseModelError, parameter="base_model") from None
 
 
 def _read_checkpoint(source: Source, role: str) -> Checkpoint:

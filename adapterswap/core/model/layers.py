@@ -347,6 +347,15 @@ class Depth:
         """The stack of a module; None for a model with one list of layers."""
         return None if isinstance(self.num_layers, int) else ModuleName(module).stack
 
+    def by_stack(self, modules: Iterable[str]) -> dict[Stack | None, list[str]]:
+        """The modules of each stack; all under None for a model with one list of layers."""
+        if isinstance(self.num_layers, int):
+            return {None: [*modules]}
+        grouped: dict[Stack | None, list[str]] = {}
+        for module in modules:
+            grouped.setdefault(ModuleName(module).stack, []).append(module)
+        return grouped
+
     def __str__(self) -> str:
         """`32`, or `6 encoder and 4 decoder`."""
         if isinstance(self.num_layers, int):

@@ -173,11 +173,8 @@ def check_depth(
                 kind=ExpertError,
             )
             continue
-        highest: dict[Stack | None, int] = {}
-        for part in adapter.parts.values():
-            if part.layer is not None:
-                stack = depth.stack_of(part.name)
-                highest[stack] = max(part.layer, highest.get(stack, 0))
+        layers = {part.name: part.layer for part in adapter.parts.values() if part.layer is not None}
+        highest = {stack: max(layers[name] for name in names) for stack, names in depth.by_stack(layers).items()}
         if not isinstance(num_layers, int) and None in highest:
             if not names_layers:  # then it does not matter which stack they are in
                 continue

@@ -94,12 +94,14 @@ class Picture:
         depth: the number of layers, or that of the deeper stack.
         legend: character → its meaning.
         owners: the characters that stand for experts or averages of several.
+        marks: what it shows of each module in a layer.
     """
 
     rows: Mapping[str, str]
     depth: int
     legend: Mapping[str, str]
     owners: tuple[str, ...]
+    marks: Sequence[Mark]
 
     @property
     def text(self) -> str:
@@ -112,6 +114,32 @@ class Picture:
         lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in self.legend.items())}")
         return "\n".join(lines)
 
+    @property
+    def zones(self) -> list[tuple[str, str]]:
+        """Consecutive layers with the same origin, and that origin, in the order of the layers."""
+        by_stack: dict[Stack | None, dict[int, dict[str, str]]] = {}
+        for mark in self.marks:
+            origin = mark.owner or mark.blend
+            kinds = by_stack.setdefault(mark.stack, {}).setdefault(mark.layer, {})
+            kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+        stacks = sorted(by_stack, key=str, reverse=True)
+        zones = [(stack, zone) for stack in stacks for zone in _zones_of_stack(by_stack[stack])]
+        return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
+
+
+def _zones_of_stack(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str, str]]:
+    """The zones of one stack; `origins` are those of each layer's kinds of modules."""
+    zones: list[tuple[list[int], str]] = []
+    for layer in sorted(origins):
+        kinds = origins[layer]
+        alike = len(set(kinds.values())) == 1
+        text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
+        if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
+            zones[-1][0].append(layer)
+        else:
+            zones.append(([layer], text))
+    return [(format_layers(layers), text) for layers, text in zones]
+
 
 def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Picture:
     """The strip of these marks: one row if attention and MLP agree in every layer, else a row for each kind."""
@@ -123,7 +151,7 @@ def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Pictu
         rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth.of(stack), letters)
     marks_used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in marks_used)
-    return Picture(rows, depth.of(None), _legend(drawn, marks_used, letters), owners)
+    return Picture(rows, depth.of(None), _legend(drawn, marks_used, letters), owners, drawn)
 
 
 def recorded_strip(
@@ -176,9 +204,9 @@ def unusual(plan: Plan) -> list[str]:
         f"{name} in {where}layers {format_layers(layers)}: {remark}"
         for (name, where, remark), layers in grouped.items()
     ]
+    names_in = depth.by_stack(plan.modules)
     for stack in () if plan.is_model else depth.stacks:
-        adapted = {slot.layer for slot in plan.modules.values() if depth.stack_of(slot.name) == stack}
-        if empty := set(range(depth.of(stack))) - adapted:
+        if empty := set(range(depth.of(stack))) - {plan.modules[name].layer for name in names_in.get(stack, ())}:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
     if plan.untied:
@@ -259,12 +287,6 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
     return letters
 
 
-def _mark(mark: Mark, letters: Mapping[str, str]) -> str:
-    if mark.owner is None:
-        return _BLEND
-    return _UNCHANGED if mark.owner == BASE else letters[mark.owner]
-
-
 def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
     """One row if attention and MLP agree in every layer, else a row for each kind."""
     kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
@@ -278,8 +300,9 @@ def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: 
 
 def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
     cells: list[set[str]] = [set() for _ in range(num_layers)]
+    characters: dict[str | None, str] = {**letters, BASE: _UNCHANGED, None: _BLEND}
     for mark in drawn:
-        cells[mark.layer].add(_mark(mark, letters))
+        cells[mark.layer].add(characters[mark.owner])
     return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
 
 

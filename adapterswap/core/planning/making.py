@@ -12,7 +12,7 @@ from numbers import Integral
 
 from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
-from adapterswap.core.experts.adapter import Adapter, FullModule, and_more
+from adapterswap.core.experts.adapter import Adapter, FullModule, Part, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, NumLayers
 from adapterswap.core.model.sources import Reference
@@ -151,34 +151,11 @@ def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Pro
     assert depth is not None
     adapters = outside_the_layers(adapters, depth.num_layers, base_model=composition.base_model)
     rules = _rules(adapters, depth.num_layers, composition, problems)
-    whole = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
-    others = {
-        name: part
-        for adapter in adapters.values()
-        for name, part in adapter.parts.items()
-        if not isinstance(part, FullModule)
-    }
-    slots = [
-        Slot(part.name, part.name, part.layer, part.kind, (), {}, None)
-        for part in sorted(others.values(), key=lambda part: part.place)
-    ]
-    saved = [
-        Slot(part.name, part.name, part.layer, part.kind, (), {}, None, in_full=True)
-        for part in sorted(whole.values(), key=lambda part: part.place)
-        if part.name not in others
-    ]
     changes = {
         name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
         for name, adapter in adapters.items()
     }
-    modules = _filled(rules, slots, changes, apart=composition.row_threshold is not None)
-    if whole.keys() & others.keys():  # some experts adapt a module that others hold in full: its owner decides
-        owned = [
-            replace(slot, in_full=bool(slot.whole) and len(slot.whole) == len(slot.terms)) for slot in modules.slots
-        ]
-        modules = replace(modules, slots=owned)
-    in_full = _filled(rules, saved, changes)
-    filled = Filled([*modules.slots, *in_full.slots], [*modules.uncovered, *in_full.uncovered])
+    filled = _filled_modules(rules, adapters, changes, apart=composition.row_threshold is not None)
     check(filled, problems)
     ends = {
         name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
@@ -191,6 +168,32 @@ def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Pro
         base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),
     )  # fmt: skip
     return Planned(plan, composition.expert_names, filled.uncovered, base_at_hand=composition.base_model is not None)
+
+
+def _filled_modules(
+    rules: Sequence[Rule],
+    adapters: Mapping[str, Adapter],
+    changes: Mapping[str, Mapping[str, Change]],
+    *,
+    apart: bool,
+) -> Filled:
+    """A slot for each module of an adapter, in the order of its parts, filled with their changes."""
+    held = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
+    parts: dict[str, Part] = {**held}
+    for adapter in adapters.values():
+        parts |= {name: part for name, part in adapter.parts.items() if not isinstance(part, FullModule)}
+    slots = [
+        Slot(name, name, part.layer, part.kind, (), {}, None, in_full=isinstance(part, FullModule))
+        for name, part in parts.items()
+    ]
+    slots.sort(key=lambda slot: (slot.in_full, -1 if slot.layer is None else slot.layer, slot.name))
+    modules = _filled(rules, (slot for slot in slots if not slot.in_full), changes, apart=apart)
+    in_full = _filled(rules, (slot for slot in slots if slot.in_full), changes)
+    owned = [  # where some experts adapt a module that others hold in full, its owner decides
+        replace(slot, in_full=0 < len(slot.whole) == len(slot.terms)) if slot.name in held else slot
+        for slot in modules.slots
+    ]
+    return Filled([*owned, *in_full.slots], [*modules.uncovered, *in_full.uncovered])
 
 
 def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:

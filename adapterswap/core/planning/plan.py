@@ -30,7 +30,7 @@ from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from adapterswap import Exported
-    from adapterswap.core.planning.describe import Mark, Picture
+    from adapterswap.core.planning.describe import Picture
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,11 @@ class Plan:
         return headline(self)
 
     @property
-    def marks(self) -> list[Mark]:
-        """What the strip shows of each module in a layer."""
-        from adapterswap.core.planning.describe import marks
-
-        return marks(self)
-
-    @property
     def picture(self) -> Picture:
         """The strip as data."""
-        from adapterswap.core.planning.describe import draw
+        from adapterswap.core.planning.describe import draw, marks
 
-        return draw(self.marks, self.depth, tuple(self.experts))
+        return draw(marks(self), self.depth, tuple(self.experts))
 
     @property
     def zones_text(self) -> str | None:
@@ -246,7 +239,7 @@ class Plan:
         """Whose config, tokenizer, chat templates and other companions of the weights the result takes."""
         base = self.base.source.folder if self.base is not None else None
         beside = self.base_at_hand
-        sizes = [slot.shape[0] for slot in self if slot.has_tokens]
+        sizes = [slot.shape[0] for slot in self if slot.has_tokens] if self.is_model else []
         return CompanionPlan.decide(
             {name: expert.source.folder for name, expert in self.experts.items()},
             base,
@@ -282,10 +275,11 @@ class Plan:
 
     def check_adapter(self) -> None:
         """Raise an `UnsupportedError` if the result is full weights, which cannot be written as an adapter."""
-        from adapterswap.core.planning.targets import Facts, Target, full_checkpoint
+        if self.is_model:
+            from adapterswap.core.planning.targets import Facts, Target, full_checkpoint
 
-        for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
-            raise UnsupportedError(message, remedy)
+            for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
+                raise UnsupportedError(message, remedy)
 
     @cached_property
     def slice(self) -> KeptLayers | None:
@@ -333,7 +327,7 @@ class Plan:
 
         return merge_plan(self, base)
 
-    @property
+    @cached_property
     def base_model(self) -> str | None:
         """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
         name = _named_by_all(self.adapters)
@@ -394,9 +388,10 @@ class Plan:
     def inputs(self) -> list[str | Path | None]:
         """Files that no output may overwrite: the experts, the base, the bases that they name, the recipe and the
         recipes that it extends. Checks of outputs ignore Hub ids among them."""
+        named = (name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on))
         return [
             *(expert.source.folder for expert in self.experts.values()),
-            *(name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on)),
+            *dict.fromkeys(named),
             self.composition.base_model,
             self.base.source.folder if self.base else None,
             *self.composition.recipe_files,

@@ -7,10 +7,11 @@ of a running model or a trial in PEFT stay in their rooms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
@@ -52,20 +53,20 @@ class Target(Flag):
         self.report(plan, problems, **facts)
         problems.raise_if_any()
 
-    def report(self, plan: Plan, problems: Problems, **facts: Any) -> None:
-        """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan."""
+    def report(self, plan: Plan, problems: Problems, *, name: str = "", **facts: Any) -> None:
+        """Add what the target cannot hold. Faults of experts and slots hide those of the whole plan.
+
+        `name` is what a server's client called the composition.
+        """
         f = Facts(self, plan, **facts)
-        for name, adapter in plan.adapters.items():
-            _look("expert", adapter, replace(f, expert=name), problems)
-        for slot in plan:
-            _look("slot", slot, f, problems)
-        if not f.reported:
-            _look("plan", plan, f, problems)
+        experts = [_faults("expert", adapter, replace(f, expert=key)) for key, adapter in plan.adapters.items()]
+        faults = [*chain.from_iterable(experts), *_faults_of_slots(plan, f)]
+        _add(faults or _faults("plan", plan, f), f, problems, name)
 
     def check_expert(self, adapter: Adapter, name: str, parameter: str | None = None) -> None:
         """Raise if the target cannot hold an expert, which messages call `name`."""
-        problems = Problems()
-        _look("expert", adapter, Facts(self, parameter=parameter, expert=name), problems)
+        problems, f = Problems(), Facts(self, parameter=parameter, expert=name)
+        _add(_faults("expert", adapter, f), f, problems)
         problems.raise_if_any()
 
 
@@ -105,9 +106,8 @@ class Facts:
         max_rank, max_error: the bounds on the written rank.
         base_at_hand: whether the base's weights are available.
         expert: what messages call the expert that is looked at.
-        name, rank, most: what a server's client called the composition, its rank, and the largest that is served.
+        most: the largest rank that a server takes.
         exports, tied: whether llama.cpp has a place for a module, and whether it ties the head to the embedding.
-        reported: the limits that were found.
     """
 
     target: Target
@@ -117,15 +117,19 @@ class Facts:
     max_error: float | None = None
     base_at_hand: bool = False
     expert: str = ""
-    name: str = ""
-    rank: int = 0
     most: int | None = None
     exports: Callable[[Slot], bool] = lambda slot: True
     tied: bool = False
-    reported: set[Limit] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.holder, self.otherwise = self.target.called, self.target.otherwise
+    @property
+    def holder(self) -> str:
+        """What messages call the target."""
+        return self.target.called
+
+    @property
+    def otherwise(self) -> str:
+        """What messages advise instead."""
+        return self.target.otherwise
 
     def enters(self, module: str) -> bool:
         """Whether the expert takes part in a module of a file. A running model or a server holds all of its modules."""
@@ -184,23 +188,36 @@ class Limit:
 
 LIMITS: list[Limit] = []
 
+_Fault = tuple[Limit, tuple[str, ...]]  # a limit, and what it found
+
 
 @cache
 def _limits(of: str, target: Target) -> list[Limit]:
     return [limit for limit in LIMITS if limit.of == of and target in limit.targets]
 
 
-def _look(of: str, subject: Adapter | Slot | Plan, f: Facts, problems: Problems) -> None:
-    """Add the first culprit that each limit finds in an expert or a plan, or only the first limit's in a slot."""
-    for limit in _limits(of, f.target):
-        for message, remedy, *own in limit.find(subject, f):
-            if of != "slot" or limit not in f.reported or f.target & _EVERY:
-                message = f"{f.name}: {message}" if f.name else message
-                problems.add(message, remedy, parameter=own[0] if own else f.parameter, kind=limit.kind)
-            f.reported.add(limit)
-            if of == "slot":
-                return
-            break
+def _faults(of: str, subject: Adapter | Plan, f: Facts) -> list[_Fault]:
+    """The first culprit that each limit finds in an expert or a plan."""
+    limits = _limits(of, f.target)
+    return [(limit, culprit) for limit in limits if (culprit := next(limit.find(subject, f), None))]
+
+
+def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
+    """The first culprit in each slot; of several for one limit only the first, if that is enough for the target."""
+    limits, found = _limits("slot", f.target), set[Limit]()
+    for slot in plan:
+        for limit in limits:
+            if culprit := next(limit.find(slot, f), None):
+                if limit not in found or f.target & _EVERY:
+                    yield limit, culprit
+                found.add(limit)
+                break
+
+
+def _add(faults: Iterable[_Fault], f: Facts, problems: Problems, name: str = "") -> None:
+    for limit, (message, remedy, *own) in faults:
+        message = f"{name}: {message}" if name else message
+        problems.add(message, remedy, parameter=own[0] if own else f.parameter, kind=limit.kind)
 
 
 _of_expert, _of_slot, _of_plan = (partial(Limit, of) for of in ("expert", "slot", "plan"))
@@ -660,9 +677,9 @@ def _unfit_names(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("ranks above the server's `max_lora_rank`", Target.VLLM)
 def _above_the_server(plan: Plan, f: Facts) -> Found:
-    if f.most is not None and f.rank > f.most:
+    if f.most is not None and plan.largest_rank > f.most:
         yield (
-            f"it has rank {f.rank}, and this server takes up to {f.most}",
+            f"it has rank {plan.largest_rank}, and this server takes up to {f.most}",
             "Request one without transition zones, or start the server with a higher `max_lora_rank`",
             "max_lora_rank",
         )

@@ -20,7 +20,6 @@ from adapterswap import __version__
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import Stack, format_layers
 from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.composition import ZONES
 from adapterswap.core.planning.describe import error_text
@@ -321,11 +320,12 @@ def _link(source: Source) -> str:
 
 def _layers(plan: Plan) -> str:
     """The strip of layers, the settings, and where each layer comes from."""
-    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in _zones(plan))
+    picture = plan.picture
+    rows = "\n".join(f"| {layers} | {escaped(origin)} |" for layers, origin in picture.zones)
     return f"""Layers from bottom (left) to top (right):
 
 ```
-{plan.strip}
+{picture.text}
 ```
 {_settings(plan)}
 
@@ -341,31 +341,6 @@ def _settings(plan: Plan) -> str:
     values = {name: settled[name] for name in names if name in settled}
     shown = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
     return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
-
-
-def _zones(plan: Plan) -> list[tuple[str, str]]:
-    """Consecutive layers with the same origin, and that origin, in the order of the layers."""
-    by_stack: dict[Stack | None, dict[int, dict[str, str]]] = {}
-    for mark in plan.marks:
-        origin = mark.owner or mark.blend
-        kinds = by_stack.setdefault(mark.stack, {}).setdefault(mark.layer, {})
-        kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
-    zones = [(stack, zone) for stack in sorted(by_stack, key=str, reverse=True) for zone in _zones_of(by_stack[stack])]
-    return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
-
-
-def _zones_of(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str, str]]:
-    """The zones of one stack; `origins` are those of each layer's kinds of modules."""
-    zones: list[tuple[list[int], str]] = []
-    for layer in sorted(origins):
-        kinds = origins[layer]
-        alike = len(set(kinds.values())) == 1
-        text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
-        if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
-            zones[-1][0].append(layer)
-        else:
-            zones.append(([layer], text))
-    return [(format_layers(layers), text) for layers, text in zones]
 
 
 def _size(layout: Layout) -> str:

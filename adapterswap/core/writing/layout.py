@@ -475,7 +475,7 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
     if first.parameter:
         return [*_fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)]
     factors = []
-    for axis, key, pieces in ((0, first.a_key, a_pieces), (1, first.b_key, b_pieces)):
+    for axis, (key, pieces) in enumerate(zip(first.keys, (a_pieces, b_pieces), strict=True)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
         dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
         written = _wide_enough(dtype, pieces) if dtype == "F16" else dtype
@@ -516,7 +516,7 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
     PEFT nests the layer for a module's first parameter inside the layer for its second.
     """
     if not module.parameter:
-        return module.a_key, module.b_key
+        return module.keys
     holder, _, name = module.name.rpartition(".")
     outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
     inner = name == "gate_up_proj" and f"{holder}.down_proj" in outer

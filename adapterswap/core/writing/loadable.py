@@ -311,8 +311,9 @@ def check_fusing(plan: Plan) -> None:
     parts = [part for name, part in modules.items() if name.startswith(layer)]
     tensors = {}
     for part in parts:
-        tensors[ModuleKeys(part.name).factor("A", embedding=False)] = torch.empty(1, part.in_features, device="meta")
-        tensors[ModuleKeys(part.name).factor("B", embedding=False)] = torch.empty(part.out_features, 1, device="meta")
+        a_key, b_key = ModuleKeys(part.name).factors()
+        tensors[a_key] = torch.empty(1, part.in_features, device="meta")
+        tensors[b_key] = torch.empty(part.out_features, 1, device="meta")
     trial = try_in_peft(model, LoraConfig(r=1, target_modules=[part.name for part in parts]), tensors)
     if trial is None or trial.dropped:
         raise UnsupportedError(

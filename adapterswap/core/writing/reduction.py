@@ -156,9 +156,10 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader,
     scale, dtype, first = _written_form(module, rank, resolved.plan, form)
     # The scale is split between the factors, so that both stay in the range of a half-precision dtype.
     mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
-    a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, first.a_key, spool)
+    a_key, b_key = first.keys
+    a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, a_key, spool)
     left = math.copysign(1 / root, scale) * mixture.left
-    b = _rounded([factors.b for _, factors in parts], left, 1, dtype, first.b_key, spool)
+    b = _rounded([factors.b for _, factors in parts], left, 1, dtype, b_key, spool)
     norm = float(np.linalg.norm(spectrum.sigma))
     rounding = abs(scale) * _distance(spectrum.sigma[:rank] / abs(scale), b, a)
     written_error = math.hypot(lost, rounding / norm) if norm else lost
@@ -249,9 +250,9 @@ def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: 
     rank = len(result.singular_values)
     scale, dtype, first = _written_form(module, rank, plan, form)
     root = np.float32(np.sqrt(abs(scale)))  # split between the factors, as in `_truncated`
-    values = ((0, first.a_key, result.factors.a / root), (1, first.b_key, result.factors.b * np.sign(scale) / root))
+    factors = (result.factors.a / root, result.factors.b * np.sign(scale) / root)
     tensors, rounded = [], []
-    for axis, key, part in values:
+    for axis, (key, part) in enumerate(zip(first.keys, factors, strict=True)):
         raw = Dtype(dtype).finite_bytes(np.asarray(part, np.float32), key)
         tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
         rounded.append(Dtype(dtype).unpack(raw, part.shape))

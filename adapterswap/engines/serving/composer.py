@@ -244,9 +244,7 @@ class NamedComposer:
             composition.model_copy(update={"base_model": self.base_model}), experts, num_layers=self.num_layers
         )
         problems = Problems()
-        self.target.report(
-            plan, problems, parameter="name", name=shown(name), rank=plan.largest_rank, most=self.max_lora_rank
-        )
+        self.target.report(plan, problems, name=shown(name), parameter="name", most=self.max_lora_rank)
         problems.raise_if_any()
         return plan
 

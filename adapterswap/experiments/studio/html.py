@@ -86,9 +86,10 @@ def error_html(error: AdapterswapError) -> str:
 
 
 def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
-    letters = {meaning: letter for letter, meaning in plan.picture.legend.items()}
+    picture = plan.picture
+    letters = {meaning: letter for letter, meaning in picture.legend.items()}
     found: dict[tuple[int, str], list[Slot]] = {}
-    shown = {(mark.layer, mark.kind) for mark in plan.marks}
+    shown = {(mark.layer, mark.kind) for mark in picture.marks}
     for slot in plan:
         if slot.layer is not None and (slot.layer, slot.kind) in shown and not slot.in_full:
             found.setdefault((slot.layer, slot.kind), []).append(slot)
