@@ -26,8 +26,8 @@ from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
-from adapterswap.core.planning.base import least_depth
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.depth import least_depth
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan

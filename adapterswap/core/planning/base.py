@@ -1,7 +1,6 @@
-"""Do the experts have one base? Its weights, the number of its layers, one name for each of its modules.
+"""Do the experts have one base? By its name, by the weights that records name, and along chains of adapters.
 
-Names are compared from headers alone. The base's model is built only if two names may mean one module. Each check adds
-the mistakes that it finds to a `Problems`.
+Each check adds the mistakes that it finds to a `Problems`.
 """
 
 from __future__ import annotations
@@ -10,24 +9,12 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import (
-    STACKS,
-    Depth,
-    ModelConfig,
-    ModuleName,
-    NumLayers,
-    Stack,
-    check_depth_of,
-    has_both_stacks,
-    known_depth,
-)
 from adapterswap.core.model.sources import (
     CONFIG,
     PROVENANCE,
@@ -37,7 +24,6 @@ from adapterswap.core.model.sources import (
     Source,
     same_base,
 )
-from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand
@@ -47,148 +33,11 @@ Expert = Adapter | Checkpoint
 PASS_BASE = "Pass the base's folder or Hub id as `base_model`"
 
 
-@dataclass(frozen=True)
-class FoundDepth:
-    """A base's number of layers.
-
-    Attributes:
-        num_layers: the number to use.
-        name: what messages call the base; None if it has no name.
-        actual: the number by the base itself; None if that does not say it or is not on this machine.
-        requested: the number by the composition; None if it sets none.
-        required: whether it matters: a rule names layers, or an expert is a slice.
-        base: the base, if its config was read or it was declared as a folder; see `Plan.base_source`.
-        notes: that the number could not be checked.
-    """
-
-    num_layers: NumLayers
-    name: str | None = None
-    actual: NumLayers | None = None
-    requested: NumLayers | None = None
-    required: bool = False
-    base: Source | None = None
-    notes: tuple[str, ...] = ()
-
-
-def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> FoundDepth:
-    """The number of layers to use; `known` is the model's own, if a model is loaded.
-
-    A composition of whole experts whose rules name no layers needs no number: if the config does not say it, the least
-    possible one is used.
-    """
-    requested, declared = composition.num_layers, composition.base_model
-    if requested is None:
-        if known:
-            return FoundDepth(known)
-        slices = any(adapter.kept_layers is not None for adapter in experts.values())
-        actual, found_base = find_num_layers(experts, declared)
-        name, required = reference_of(experts, declared), slices or composition.names_layers
-        return FoundDepth(actual or least_depth(experts), name, actual, required=required, base=found_base)
-    base, actual, is_read = ("the model", known, True) if known else _depth_on_this_machine(experts, declared)
-    is_local = declared is not None and not known and os.path.isdir(expand(declared))
-    source = Source.find(declared, [], what="base model") if declared and is_local else None
-    if actual is not None:
-        return FoundDepth(actual, base, actual, requested, base=source)
-    fault = "does not say how many layers it has" if is_read else "is not on this machine"
-    reason = f"The config of {Reference(base).public_name} {fault}" if base else "The experts do not name a base"
-    note = f"{reason}, so num_layers {Depth(requested)} could not be checked"
-    return FoundDepth(requested, base, None, requested, base=source, notes=(note,))
-
-
-def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
-    """Report a number of layers that is not the base's, or that nobody says although it is needed."""
-    with problems.collect():
-        if depth.required and depth.actual is None:
-            known_depth(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
-        remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
-        if not same_depth(depth.actual, depth.requested):
-            check_depth_of(str(depth.name), depth.actual, depth.requested, remedy)
-
-
-def outside_the_layers(
-    experts: Mapping[str, Adapter],
-    num_layers: NumLayers,
-    *,
-    base_model: str | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> dict[str, Adapter]:
-    """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
-
-    Args:
-        experts: as opened, with layers counted from module names alone.
-        num_layers: the language model's. If it has one number for each stack, nothing changes.
-        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
-        config: the base's config, if it is already loaded.
-    """
-    if not isinstance(num_layers, int):
-        return dict(experts)
-    adapters = {}
-    for name, adapter in experts.items():
-        deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
-        if deepest >= num_layers:
-            reference = reference_of({name: adapter}, base_model)
-            base_config = config or (Reference(reference).cached_config if reference else None)
-            if base_config is not None and deepest < num_layers + ModelConfig(base_config).layers_ahead:
-                outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
-                adapter = adapter.with_parts(outside, adapter.container)
-        adapters[name] = adapter
-    return adapters
-
-
-def _depth_on_this_machine(
-    experts: Mapping[str, Adapter], base_model: str | None
-) -> tuple[str | None, NumLayers | None, bool]:
-    """The base and its number of layers, each None if it cannot be known without the network, and whether the base's
-    config was read."""
-    base = reference_of(experts, base_model)
-    config = Reference(base).cached_config if base else None
-    return base, None if config is None else ModelConfig(config).stacked_layers, config is not None
-
-
 def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | None:
     """Where to find the base: the declared one, or the first that an adapter names, at its revision."""
     adapters = (expert for expert in experts.values() if isinstance(expert, Adapter))
     named = (adapter.config.base_reference for adapter in adapters)
     return declared or next(filter(None, named), None)
-
-
-def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
-    """The least number of layers that a base with the experts' modules can have."""
-    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
-
-    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
-    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
-
-    def least(stack: Stack | None) -> int:
-        layers = [
-            part.layer for part in parts if part.layer is not None and stack in (None, ModuleName(part.name).stack)
-        ]
-        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
-
-    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
-        return least(None)
-    return {stack: least(stack) for stack in STACKS}
-
-
-def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers | None, Source]:
-    """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
-    base = Reference.to_base(
-        reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder"
-    )
-    namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
-    if base_model is None:
-        namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
-        remedy = "Pass `base_model` with the base's folder, or `num_layers`"
-    try:
-        source, config = base.config()
-    except AdapterswapError as error:
-        reason = error.problems[0].message
-        raise type(error)(
-            f"cannot read the number of layers from the base that {namer} names: {reason}",
-            remedy,
-            parameter="base_model",
-        ) from None
-    return ModelConfig(config).stacked_layers, source
 
 
 _Problem = tuple[str, str]  # the message and the remedy
@@ -570,10 +419,3 @@ def _plain_name(base: str) -> str:
 def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     """The first file in which two bases differ; None if they are the same, or if one of them is unknown."""
     return min((name for name, _ in one.items() ^ other.items()), default=None) if one and other else None
-
-
-def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
-    """Whether two depths are the same; a single number also means two stacks of that depth."""
-    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
-    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
-    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})

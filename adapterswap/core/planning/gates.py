@@ -13,7 +13,7 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import Depth, ModelConfig, check_one_list, has_both_stacks
 from adapterswap.core.planning.alignment import Aligned, check_alignment
-from adapterswap.core.planning.base import FoundDepth, check_base_depth, check_base_weights, check_bases
+from adapterswap.core.planning.base import check_base_weights, check_bases
 from adapterswap.core.planning.checks import (
     check_architecture,
     check_config_owner,
@@ -26,6 +26,7 @@ from adapterswap.core.planning.checks import (
     check_used,
     check_vocabulary,
 )
+from adapterswap.core.planning.depth import FoundDepth, check_base_depth
 from adapterswap.core.planning.fit import Fit, Heads, Placed, check_fit, check_heads, check_placed, check_quantized
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies, extra_rows

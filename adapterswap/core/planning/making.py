@@ -14,19 +14,12 @@ from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter, FullModule, Part, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import ModelConfig, NumLayers
+from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.alignment import Aligned, align
-from adapterswap.core.planning.base import (
-    PASS_BASE,
-    FoundDepth,
-    find_depth,
-    outside_the_layers,
-    reference_of,
-    unchecked_bases,
-    with_chains,
-)
+from adapterswap.core.planning.base import PASS_BASE, reference_of, unchecked_bases, with_chains
 from adapterswap.core.planning.composition import Composition, as_composition
+from adapterswap.core.planning.depth import find_depth, find_stored_depth, outside_the_layers
 from adapterswap.core.planning.fit import Fit, Heads, Placed, fit
 from adapterswap.core.planning.gates import check
 from adapterswap.core.planning.plan import Plan
@@ -202,7 +195,7 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     full = {name: expert for name, expert in opened.experts.items() if isinstance(expert, Checkpoint)}
     base = _open_base(composition, adapters)
     where, stored_in = ("the base", base) if base else next(iter(full.items()))
-    depth = _stored_depth(composition, where, stored_in)
+    depth = find_stored_depth(composition, where, stored_in)
     num_layers = depth.num_layers
     skeleton = Skeleton(where, stored_in, full, num_layers, composition.config_from)
     check(skeleton, problems)
@@ -271,17 +264,6 @@ def _with_ends(
     settled, untied = _settle_head(lent, tied, adapters, skeleton)
     check(Ends(settled, stored, skeleton.config), problems)
     return settled, untied
-
-
-def _stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> FoundDepth:
-    """The number of layers of full weights, from their config or, if that does not say, from the composition."""
-    in_config, requested = ModelConfig(skeleton.config).stacked_layers, composition.num_layers
-    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
-    actual = in_config if in_config is not None or requested is None else stored_layers
-    used = requested if in_config is None else in_config
-    return FoundDepth(
-        used or stored_layers, name, actual, requested, required=requested is None and composition.names_layers
-    )
 
 
 def _filled(

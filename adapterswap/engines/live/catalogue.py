@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, OpaqueModule, Part, open_adapter
 from adapterswap.core.model.layers import check_depth_of, known_depth
-from adapterswap.core.planning.base import least_depth
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, parse_composition
+from adapterswap.core.planning.depth import least_depth
 from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.planning.base import find_num_layers
+from adapterswap.core.planning.depth import find_num_layers
 from adapterswap.kit.errors import (
     BaseModelError,
     CompositionError,

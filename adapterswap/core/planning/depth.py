@@ -1,0 +1,189 @@
+"""How many layers does the base have? Every place that may say it, in the order in which they are asked.
+
+With adapters (`find_depth`):
+
+1. the model, if one is loaded;
+2. if the composition sets `num_layers`: the base's config if it is on this machine, else `num_layers`; both must agree;
+3. otherwise the base's config, fetched if need be;
+4. if nothing depends on it, because no rule names a layer and no expert is a slice: the least number that the experts'
+   modules allow (`least_depth`).
+
+With full weights (`find_stored_depth`): their config, else `num_layers`, else the layers that they store.
+
+What a config says is `ModelConfig.stacked_layers` in `model/layers`, where `Depth` has the number and the stacks in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.model.checkpoints import Checkpoint
+from adapterswap.core.model.layers import (
+    STACKS,
+    Depth,
+    ModelConfig,
+    ModuleName,
+    NumLayers,
+    Stack,
+    check_depth_of,
+    has_both_stacks,
+    known_depth,
+)
+from adapterswap.core.model.sources import Reference, Source
+from adapterswap.core.planning.base import reference_of
+from adapterswap.core.planning.composition import Composition
+from adapterswap.kit.errors import AdapterswapError, Problems
+from adapterswap.kit.files.text import expand
+
+
+@dataclass(frozen=True)
+class FoundDepth:
+    """A base's number of layers.
+
+    Attributes:
+        num_layers: the number to use.
+        name: what messages call the base; None if it has no name.
+        actual: the number by the base itself; None if that does not say it or is not on this machine.
+        requested: the number by the composition; None if it sets none.
+        required: whether it matters: a rule names layers, or an expert is a slice.
+        base: the base, if its config was read or it was declared as a folder; see `Plan.base_source`.
+        notes: that the number could not be checked.
+    """
+
+    num_layers: NumLayers
+    name: str | None = None
+    actual: NumLayers | None = None
+    requested: NumLayers | None = None
+    required: bool = False
+    base: Source | None = None
+    notes: tuple[str, ...] = ()
+
+
+def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> FoundDepth:
+    """The number of layers to use with adapters; `known` is the model's own, if a model is loaded."""
+    requested, declared = composition.num_layers, composition.base_model
+    if requested is not None:
+        return _beside_the_base(requested, experts, declared, known)
+    if known:
+        return FoundDepth(known)
+    slices = any(adapter.kept_layers is not None for adapter in experts.values())
+    actual, found_base = find_num_layers(experts, declared)
+    name, required = reference_of(experts, declared), slices or composition.names_layers
+    return FoundDepth(actual or least_depth(experts), name, actual, required=required, base=found_base)
+
+
+def _beside_the_base(
+    requested: NumLayers, experts: Mapping[str, Adapter], declared: str | None, known: NumLayers | None
+) -> FoundDepth:
+    """The base's own number if it can be known without the network, else the requested one."""
+    base = "the model" if known else reference_of(experts, declared)
+    config = Reference(base).cached_config if base and not known else None
+    actual = known or (ModelConfig(config).stacked_layers if config is not None else None)
+    is_local = declared is not None and not known and os.path.isdir(expand(declared))
+    source = Source.find(declared, [], what="base model") if declared and is_local else None
+    if actual is not None:
+        return FoundDepth(actual, base, actual, requested, base=source)
+    fault = "is not on this machine" if config is None else "does not say how many layers it has"
+    reason = f"The config of {Reference(base).public_name} {fault}" if base else "The experts do not name a base"
+    note = f"{reason}, so num_layers {Depth(requested)} could not be checked"
+    return FoundDepth(requested, base, None, requested, base=source, notes=(note,))
+
+
+def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers | None, Source]:
+    """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
+    base = Reference.to_base(
+        reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder"
+    )
+    namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
+    if base_model is None:
+        namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
+        remedy = "Pass `base_model` with the base's folder, or `num_layers`"
+    try:
+        source, config = base.config()
+    except AdapterswapError as error:
+        reason = error.problems[0].message
+        raise type(error)(
+            f"cannot read the number of layers from the base that {namer} names: {reason}",
+            remedy,
+            parameter="base_model",
+        ) from None
+    return ModelConfig(config).stacked_layers, source
+
+
+def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
+    """The least number of layers that a base with the experts' modules can have."""
+    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
+    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
+    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
+
+    def least(stack: Stack | None) -> int:
+        layers = [
+            part.layer for part in parts if part.layer is not None and stack in (None, ModuleName(part.name).stack)
+        ]
+        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
+
+    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
+        return least(None)
+    return {stack: least(stack) for stack in STACKS}
+
+
+def find_stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> FoundDepth:
+    """The number of layers of the full weights in `skeleton`, which messages call `name`."""
+    in_config, requested = ModelConfig(skeleton.config).stacked_layers, composition.num_layers
+    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
+    actual = in_config if in_config is not None or requested is None else stored_layers
+    used = requested if in_config is None else in_config
+    return FoundDepth(
+        used or stored_layers, name, actual, requested, required=requested is None and composition.names_layers
+    )
+
+
+def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
+    """Report a number of layers that is not the base's, or that nobody says although it is needed."""
+    with problems.collect():
+        if depth.required and depth.actual is None:
+            known_depth(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
+        remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
+        if not same_depth(depth.actual, depth.requested):
+            check_depth_of(str(depth.name), depth.actual, depth.requested, remedy)
+
+
+def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
+    """Whether two depths are the same; a single number also means two stacks of that depth."""
+    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
+    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
+    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
+
+
+def outside_the_layers(
+    experts: Mapping[str, Adapter],
+    num_layers: NumLayers,
+    *,
+    base_model: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, Adapter]:
+    """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
+
+    Args:
+        experts: as opened, with layers counted from module names alone.
+        num_layers: the language model's. If it has one number for each stack, nothing changes.
+        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
+        config: the base's config, if it is already loaded.
+    """
+    if not isinstance(num_layers, int):
+        return dict(experts)
+    adapters = {}
+    for name, adapter in experts.items():
+        deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
+        if deepest >= num_layers:
+            reference = reference_of({name: adapter}, base_model)
+            base_config = config or (Reference(reference).cached_config if reference else None)
+            if base_config is not None and deepest < num_layers + ModelConfig(base_config).layers_ahead:
+                outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
+                adapter = adapter.with_parts(outside, adapter.container)
+        adapters[name] = adapter
+    return adapters
