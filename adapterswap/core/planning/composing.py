@@ -145,22 +145,7 @@ def layer_swap(
     Raises:
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
-    zones = {"bottom": bottom, "top": top, "bottom_transition": bottom_transition, "top_transition": top_transition}
-    counts = {key: count for key, count in zones.items() if count is not None}
-    return _two_sided(
-        "layer_swap",
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-        outside=outside,
-        stack=stack,
-        **counts,
-    )
+    return _two_sided("layer_swap", locals())
 
 
 def soup(
@@ -175,17 +160,7 @@ def soup(
     config_from: str | None = None,
 ) -> Plan:
     """Average two experts' ΔW in every module, by their weights. Arguments and errors as for `layer_swap`."""
-    return _two_sided(
-        "soup",
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-    )
+    return _two_sided("soup", locals())
 
 
 def task_arithmetic(
@@ -205,19 +180,7 @@ def task_arithmetic(
 
     Arguments and errors as for `layer_swap`; negative weights (unlearning) need `allow_negative`.
     """
-    return _two_sided(
-        "task_arithmetic",
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-        scale=scale,
-        allow_negative=allow_negative,
-    )
+    return _two_sided("task_arithmetic", locals())
 
 
 def slerp(
@@ -236,17 +199,7 @@ def slerp(
     The interpolation parameter is t = w_lang / (w_task + w_lang): 0 is the task expert, 1 the language expert.
     Arguments and errors as for `layer_swap`.
     """
-    return _two_sided(
-        "slerp",
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-    )
+    return _two_sided("slerp", locals())
 
 
 def ties(
@@ -280,20 +233,7 @@ def ties(
     Raises:
         AdapterswapError: see `open_expert` (the parameter is `task` or `language`), `Composition` and `make_plan`.
     """
-    return _two_sided(
-        "ties",
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-        density=density,
-        scale=scale,
-        allow_negative=allow_negative,
-    )
+    return _two_sided("ties", locals())
 
 
 def dare(
@@ -336,21 +276,7 @@ def dare(
         raise ArgumentError(
             f"`method` is {method!r}, which is not a DARE method", "Pass dare_linear or dare_ties", parameter="method"
         )
-    return _two_sided(
-        method,
-        task,
-        language,
-        num_layers=num_layers,
-        task_weight=task_weight,
-        language_weight=language_weight,
-        base_model=base_model,
-        tokenizer=tokenizer,
-        config_from=config_from,
-        density=density,
-        seed=seed,
-        scale=scale,
-        allow_negative=allow_negative,
-    )
+    return _two_sided(method, locals())
 
 
 def compose(composition: Composition | str, experts: Mapping[str, Expert] | None = None) -> Plan:
@@ -458,20 +384,20 @@ def _open(reference: Expert, parameter: str) -> Adapter | Checkpoint:
         raise error.recast(parameter=parameter) from None
 
 
-def _two_sided(
-    method: str, task: Expert, language: Expert, *, tokenizer: str | None, config_from: str | None, **settings: Any
-) -> Plan:
-    """Compose two experts; `settings` are keys of a composition."""
+def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:
+    """Compose two experts; `arguments` are all those of a method's function: `task`, `language`, and keys of a
+    composition."""
     experts: dict[str, Expert] = {}
-    names = {}
-    for side, expert in (("task", task), ("language", language)):
+    names: dict[str, str] = {}
+    sides = {side: arguments[side] for side in ("task", "language")}
+    for side, expert in sides.items():
         check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
-    for side, expert in (("task", task), ("language", language)):
+    for side, expert in sides.items():
         names[side] = BASE if expert == BASE else ExpertName.choose(expert, experts, side)
         if expert != BASE:
             experts[names[side]] = expert
-    owners = {"tokenizer": _owner(tokenizer, names), "config_from": _owner(config_from, names)}
-    composition = Composition.read({"method": method, **names, **settings, **owners}, where=method)
+    owners = {key: _owner(arguments[key], names) for key in ("tokenizer", "config_from")}
+    composition = Composition.read({**arguments, "method": method, **names, **owners}, where=method)
     return _compose(composition, experts, {names[side]: side for side in ("language", "task")})
 
 
