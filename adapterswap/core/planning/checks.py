@@ -174,7 +174,8 @@ def check_depth(
             )
             continue
         layers = {part.name: part.layer for part in adapter.parts.values() if part.layer is not None}
-        highest = {stack: max(layers[name] for name in names) for stack, names in depth.by_stack(layers).items()}
+        by_stack = depth.by_stack(layers) if layers else {}
+        highest = {stack: max(layers[name] for name in names) for stack, names in by_stack.items()}
         if not isinstance(num_layers, int) and None in highest:
             if not names_layers:  # then it does not matter which stack they are in
                 continue
@@ -432,7 +433,7 @@ def check_vocabulary(
                 )
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
-        whole = ((term.expert, term.change.tensor.shape) for term in slot.all_whole)
+        whole = ((expert, change.tensor.shape) for expert, change in slot.all_whole)
         expert, shape = next(((expert, shape) for expert, shape in whole if shape != slot.shape), ("", slot.shape))
         if extra and expert:
             problems.add(

@@ -300,9 +300,9 @@ def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: 
 
 def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
     cells: list[set[str]] = [set() for _ in range(num_layers)]
-    characters: dict[str | None, str] = {**letters, BASE: _UNCHANGED, None: _BLEND}
     for mark in drawn:
-        cells[mark.layer].add(characters[mark.owner])
+        owner = _BLEND if mark.owner is None else _UNCHANGED if mark.owner == BASE else letters[mark.owner]
+        cells[mark.layer].add(owner)
     return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
 
 

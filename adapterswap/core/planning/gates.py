@@ -142,7 +142,7 @@ def _rows_of_the_base(ends: Ends, problems: Problems) -> None:
         if slot.base is None or not slot.spans:
             continue
         size = slot.base.tensor.shape[0]
-        if any(span.stop > size and term.expert == BASE for span in slot.spans for term in span.base):
+        if any(span.stop > size and share.copy is None for span in slot.spans for share in span.base):
             problems.add(
                 f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
                 "Pass `base_model` when you compose them",

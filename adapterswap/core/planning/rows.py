@@ -31,8 +31,7 @@ from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.slots import Slot, Span, own_weight, shared_out
+from adapterswap.core.planning.slots import BaseShare, Slot, Span, shared_out
 from adapterswap.kit.errors import (
     AdapterswapError,
     BaseModelError,
@@ -159,7 +158,7 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
 
 def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> Slot:
     """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
-    count, complete, next_row, base = slot.shape[0], list[Span](), 0, (own_weight(1.0, slot.base),)
+    count, complete, next_row, base = slot.shape[0], list[Span](), 0, (BaseShare(1.0),)
     for span in spans:
         if span.start > next_row:
             complete.append(Span(next_row, span.start, (), base))
@@ -496,7 +495,7 @@ class _Rows:
         # The coefficients add up to 1, so the base's is the sum of those that are added to it.
         added = [term.coefficient for term in terms if not term.change.replaces]
         rest = 1.0 if len(added) == len(terms) else sum(added)
-        return Span(start, stop, terms, (own_weight(rest, slot.base),) if rest else (), is_new=True)
+        return Span(start, stop, terms, (BaseShare(rest),) if rest else (), is_new=True)
 
 
 def _settled(rows: _Rows) -> tuple[Slot, int | None]:
@@ -725,7 +724,7 @@ def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
     if copy is None or copy.shape[0] < total:
         _report_no_copy(term, slot.module, size, problems)
         return slot
-    lent = Term(term.expert, term.side, 0.0, Whole(term.change.path, {"weight": copy}))
+    lent = BaseShare(None, term.expert, Whole(term.change.path, {"weight": copy}), term.side)
     return slot.with_spans([Span(0, total, slot.terms, (lent,), is_new=True)])
 
 
@@ -775,7 +774,7 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
                 _report_no_copy(term, term.lora.name, size, problems)
                 return slot
             whole = Whole(term.change.path, {"weight": copy})
-            lent.append(Term(term.expert, term.side, span.rest * term.coefficient, whole))
+            lent.append(BaseShare(span.rest * term.coefficient, term.expert, whole, term.side))
         complete.append(replace(span, base=tuple(lent)))
     return slot.with_spans(complete)
 
@@ -783,18 +782,22 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
 def _without_factors(slot: Slot, other: Slot) -> Slot:
     """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
     added = [span for span in other.spans if span.stop > slot.shape[0]]
-    if slot.spans or not added or not all(_is_lent(span) and len(span.base) == len(span.terms) for span in added):
+    if slot.spans or not added or not all(0 < len(_lent(span)) == len(span.terms) for span in added):
         return slot
     spans = [replace(slot.ordinary, stop=slot.shape[0])]
     for span in added:
-        terms = span.base if span.rest else shared_out(span.base)  # PEFT computes DoRA from the copy
+        terms = _lent(span) if span.rest else shared_out(_lent(span))  # PEFT computes DoRA from the copy
         spans.append(Span(max(span.start, slot.shape[0]), span.stop, terms, is_new=True))
     return slot.with_spans(spans)
 
 
-def _is_lent(span: Span) -> bool:
-    """Whether experts lend copies of rows that the base lacks."""
-    return any(term.expert != BASE for term in span.base)
+def _lent(span: Span) -> tuple[Term[Whole], ...]:
+    """The copies that experts lend of rows that the base lacks, as terms."""
+    return tuple(
+        Term(share.expert, share.side, share.coefficient or 0.0, share.copy)
+        for share in span.base
+        if share.copy is not None
+    )
 
 
 def extra_rows(config: Mapping[str, Any], module: str) -> int:

@@ -15,8 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
 from adapterswap.core.methods.method import SCALE
@@ -25,9 +24,25 @@ from adapterswap.core.model.layers import Kind, ModuleName
 from adapterswap.core.planning.rules import BASE, Rule
 
 _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the experts' coefficients
-_NOT_OPEN = Whole(Path(), {})  # the base's own weight in a plan that has not opened the base
 
 _Kind = TypeVar("_Kind", bound=Change)
+
+
+@dataclass(frozen=True)
+class BaseShare:
+    """A part of b·W: the base's weight, or what stands for it in rows that the base lacks.
+
+    Attributes:
+        coefficient: what is added of it; None if other terms are only computed from it.
+        expert, copy: the expert that lends it, and its copy of its resized base's weight; `base` and None for the
+            base's own weight, which the slot has once the base is opened.
+        side: the side of which it is a part, for a method on whole weights.
+    """
+
+    coefficient: float | None
+    expert: str = BASE
+    copy: Whole | None = None
+    side: str = BASE
 
 
 @dataclass(frozen=True)
@@ -37,8 +52,7 @@ class Span(Terms):
     Attributes:
         start, stop: the first row, and the row after the last.
         terms: like a slot's terms; none leaves the base's rows.
-        base: the base's own weight or, in rows that it lacks, experts' copies of their resized base's weight. Empty if
-            it does not enter; its coefficient is 0 if other terms are only computed from it.
+        base: the parts of the base's weight; empty if it does not enter.
         is_new: whether the base lacks the tokens of these rows.
         matrix: which of the tensor's matrices these rows are of, if low-rank changes apply to each of them separately.
     """
@@ -46,14 +60,14 @@ class Span(Terms):
     start: int
     stop: int
     terms: tuple[Term[Change], ...]
-    base: tuple[Term[Whole], ...] = ()
+    base: tuple[BaseShare, ...] = ()
     is_new: bool = False
     matrix: int = 0
 
     @property
     def rest(self) -> float:
         """The base's coefficient b."""
-        return math.fsum(term.coefficient for term in self.base)
+        return math.fsum(share.coefficient or 0.0 for share in self.base)
 
     @property
     def made_of(self) -> str | dict[str, float]:
@@ -65,11 +79,6 @@ class Span(Terms):
     def is_like(self, other: Span) -> bool:
         """Whether the rows of both are computed alike."""
         return (self.terms, self.base) == (other.terms, other.base)
-
-
-def own_weight(coefficient: float, weight: Whole | None) -> Term[Whole]:
-    """The base's weight as a term; `weight` is None if the plan has not opened the base."""
-    return Term(BASE, BASE, coefficient, weight or _NOT_OPEN)
 
 
 @dataclass(frozen=True)
@@ -151,20 +160,18 @@ class Slot(Terms):
         if self.terms and self.rule is not None and self.rule.acts_on_weights:
             return Span(0, self._rows, self.terms, self._base_by_side(self.rule.sides))
         rest = 1 - math.fsum(term.coefficient for term in self.terms if term.change.replaces)
-        rest = rest if abs(rest) > _NOTHING else 0.0
-        return Span(
-            0, self._rows, self.terms, (own_weight(rest, self.base),) if rest or self._computes_with_base else ()
-        )
+        added = rest if abs(rest) > _NOTHING else None
+        return Span(0, self._rows, self.terms, (BaseShare(added),) if added or self._computes_with_base else ())
 
-    def _base_by_side(self, sides: Mapping[str, Mapping[str, float]]) -> tuple[Term[Whole], ...]:
-        """The base's share of each side, for a method on whole weights; 0 if only other terms are computed from it."""
+    def _base_by_side(self, sides: Mapping[str, Mapping[str, float]]) -> tuple[BaseShare, ...]:
+        """The base's share of each side, for a method on whole weights."""
         replaced = dict.fromkeys(sides, 0.0)
         for term in (term for term in self.terms if term.change.replaces):
             replaced[term.side] += sides[term.side][term.expert]
         shares = {side: 1 - share for side, share in replaced.items() if share < 1 and not math.isclose(share, 1)}
         if self.opaque and not shares:
-            shares = {self.opaque[0].side: 0.0}
-        return tuple(Term(BASE, side, share, self.base or _NOT_OPEN) for side, share in shares.items())
+            return (BaseShare(None, side=self.opaque[0].side),)
+        return tuple(BaseShare(share, side=side) for side, share in shares.items())
 
     @cached_property
     def ranges(self) -> tuple[Span, ...]:
@@ -184,13 +191,14 @@ class Slot(Terms):
         return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) if self.is_stored else 0
 
     def with_spans(self, spans: Sequence[Span]) -> Slot:
-        """The stored tensor with these spans, and as many rows; the base's weight in them is its own."""
-        own = self.base or _NOT_OPEN
-        bound = tuple(
-            replace(span, base=tuple(replace(t, change=own) if t.expert == BASE else t for t in span.base))
-            for span in spans
-        )
-        return replace(self, spans=bound, shape=(bound[-1].stop, *self.shape[1:]))
+        """The stored tensor with these spans, and as many rows."""
+        return replace(self, spans=tuple(spans), shape=(spans[-1].stop, *self.shape[1:]))
+
+    def base_of(self, span: Span) -> tuple[Whole, ...]:
+        """The tensors of a span's `base`, in a plan that has opened the base."""
+        weights = tuple(share.copy or self.base for share in span.base)
+        assert None not in weights
+        return cast("tuple[Whole, ...]", weights)
 
     def reweighted(self, weights: Mapping[str, float], *, apart: bool) -> Slot:
         """The slot with other weights of the rule's sides, and the coefficients that follow from them.
@@ -209,7 +217,7 @@ class Slot(Terms):
     @property
     def needs_base(self) -> bool:
         """Whether the base's own numbers enter."""
-        return any(term.expert == BASE for span in (self.ordinary, *self.spans) for term in span.base)
+        return any(share.copy is None for span in (self.ordinary, *self.spans) for share in span.base)
 
     @property
     def _computes_with_base(self) -> bool:
@@ -235,10 +243,10 @@ class Slot(Terms):
         return tuple(row for span in self.spans for row in range(span.start, span.stop))
 
     @property
-    def all_whole(self) -> tuple[Term[Whole], ...]:
-        """The terms with whole weights, also those of spans: an expert may own only rows, or lend them."""
-        lent = (term for span in self.spans for term in span.base if term.expert != BASE)
-        return (*self.whole, *(term for span in self.spans for term in span.whole), *lent)
+    def all_whole(self) -> tuple[tuple[str, Whole], ...]:
+        """Every expert with whole weights, also in spans: it may own only rows, or lend them."""
+        lent = ((share.expert, share.copy) for span in self.spans for share in span.base if share.copy is not None)
+        return (*((term.expert, term.change) for part in (self, *self.spans) for term in part.whole), *lent)
 
     @property
     def factors_by_rows(self) -> str | None:

@@ -432,7 +432,7 @@ def _of_many_matrices(slot: Slot, f: Facts) -> Found:
 def _not_numbers(slot: Slot, f: Facts) -> Found:
     if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
         return
-    entering = [term.change.tensor.dtype for term in slot.all_whole]
+    entering = [whole.tensor.dtype for _, whole in slot.all_whole]
     for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
         if dtype not in Dtype.FLOATS:
             yield (

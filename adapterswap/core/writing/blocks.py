@@ -162,9 +162,9 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     """
     slot, columns = result.slot, result.matrix[1]
     step = max(1, _COMPUTED // columns)
-    used = {key: change for span in slot.ranges for key, change in _stored(span).items()}
+    used = {source: change for span in slot.ranges for source, change in _stored(slot, span)}
     for span in slot.ranges:
-        entering = _stored(span)
+        entering = [source for source, _ in _stored(slot, span)]
         factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
         height = span.stop - span.start
         for first, last in row_ranges(height, height if slot.is_held_whole else step):
@@ -177,10 +177,8 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                     parts[expert, name] = reader.elements(expert, change, *cut)
                 else:
                     reader.skip(expert, change, start * columns, stop * columns)
-            whole, base = (
-                tuple(parts[term.expert, term.change.tensor.name] for term in terms)
-                for terms in (span.whole, span.base)
-            )
+            stored = tuple(parts[source] for source in entering)
+            whole, base = stored[: len(span.whole)], stored[len(span.whole) :]
             opaque = tuple(map(reader.opaque, span.opaque))
             origin = span.start if slot.matrices > 1 else 0
             yield Block(result, span, start, stop, whole, base, () if first else factors, opaque, origin)
@@ -189,9 +187,11 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
             reader.skip(expert, change, (slot.shape[0] + first) * columns, (slot.shape[0] + last) * columns)
 
 
-def _stored(span: Span) -> dict[tuple[str, str], Whole]:
-    """The stored weights of a span, by expert and name; the base comes last."""
-    return {(term.expert, term.change.tensor.name): term.change for term in (*span.whole, *span.base)}
+def _stored(slot: Slot, span: Span) -> list[tuple[tuple[str, str], Whole]]:
+    """The stored weights of a span, each with its expert and its tensor's name; the base comes last."""
+    whole = [(term.expert, term.change) for term in span.whole]
+    base = [(share.expert, weight) for share, weight in zip(span.base, slot.base_of(span), strict=True)]
+    return [((expert, weight.tensor.name), weight) for expert, weight in (*whole, *base)]
 
 
 class _Reader:
@@ -355,8 +355,8 @@ def needs_torch(slot: Slot, span: Span, device: str) -> bool:
 
 def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
-    terms = (*block.span.whole, *block.span.base)
-    return zip((term.coefficient for term in terms), (*block.whole, *block.base), strict=True)
+    added = [share.coefficient or 0.0 for share in block.span.base]
+    return zip((*(term.coefficient for term in block.span.whole), *added), (*block.whole, *block.base), strict=True)
 
 
 def _summed(block: Block, kept_rows: Rows) -> Bytes:

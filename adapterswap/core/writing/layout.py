@@ -140,11 +140,11 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
         for span in module.spans if differ else (module.ordinary,):
             cut = (span.start, span.stop) if differ else None
             sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
-            for term in span.base:
+            for share in span.base:
                 rows = span.stop if differ else None
                 adapter, name = plan.adapters[module.terms[0].expert], ModuleKeys(module.name).parameter_name(parameter)
                 own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
-                sources.append((BASE, *own, term.coefficient))
+                sources.append((BASE, *own, share.coefficient or 0.0))
             pieces += [Piece(*source, span.start, cut=cut) for source in sources]
         shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
         axis, key = (0 if differ else None), ModuleKeys(module.name).parameter(parameter, wrapped=wrapped)

@@ -259,7 +259,8 @@ def _sources(plan: Plan) -> list[TensorFile]:
         if slot.copied is not None:
             paths.add(slot.copied.path)
         else:
-            paths |= {term.change.path for span in slot.ranges for term in (*span.terms, *span.base)}
+            paths |= {term.change.path for span in slot.ranges for term in span.terms}
+            paths |= {whole.path for span in slot.ranges for whole in slot.base_of(span)}
     checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
     candidates = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     candidates += [adapter.file for adapter in plan.adapters.values()]
