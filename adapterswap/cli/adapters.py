@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from adapterswap.core import Adapter, Checkpoint, StoredTensor
-    from adapterswap.core.experts.adapter import FullModule, OpaqueModule
+    from adapterswap.core.experts.parts import FullModule, OpaqueModule
     from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction

@@ -21,7 +21,8 @@ import numpy.typing as npt
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, of_kind
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors
-from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, open_adapter
+from adapterswap.core.experts.adapter import Adapter, open_adapter
+from adapterswap.core.experts.parts import LoraModule, and_more
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import format_layers
 from adapterswap.core.model.sources import WEIGHTS

@@ -20,10 +20,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, LoraModule, open_adapter
+from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter
 from adapterswap.core.experts.config import version_of
 from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
 from adapterswap.core.planning.composition import Composition

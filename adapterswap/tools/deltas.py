@@ -20,8 +20,9 @@ import numpy.typing as npt
 from adapterswap.core.changes.kinds import Whole, of_kind
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.changes.reading import Factors
-from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys, canonical_key
+from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.dequantizing import load_dense

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from adapterswap.core.companions.companions import Companions
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, open_expert
+from adapterswap.core.experts.adapter import Adapter, open_expert
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import PROVENANCE, Records

@@ -14,7 +14,7 @@ from typing import Literal
 
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.companions.config import ConfigDifferences, pads_only_to_generate
-from adapterswap.core.experts.adapter import compare_shapes
+from adapterswap.core.experts.parts import compare_shapes
 from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import (

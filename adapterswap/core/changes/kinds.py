@@ -17,7 +17,7 @@ from typing import Generic, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.experts.adapter import LoraModule, OpaqueModule, Part
+from adapterswap.core.experts.parts import LoraModule, OpaqueModule, Part
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.kit.files.numbers import too_large
 from adapterswap.kit.files.tensorfile import Tensor

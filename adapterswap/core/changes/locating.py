@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName, has_both_stacks
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError

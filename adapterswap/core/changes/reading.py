@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque
-from adapterswap.core.experts.adapter import Adapter, LoraModule
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.numbers import too_large
 from adapterswap.kit.files.tensorfile import open_files

@@ -12,8 +12,9 @@ from itertools import combinations
 
 from adapterswap.core.changes.locating import locate_all
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import Adapter, Part
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
+from adapterswap.core.experts.parts import Part
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import ModuleName, of_any_stack

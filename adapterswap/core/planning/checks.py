@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from adapterswap.core.companions.config import ConfigDifferences
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
+from adapterswap.core.experts.parts import FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.core.model.layers import (
     NO_LAYER,

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.layers import (
     Depth,
     Kind,

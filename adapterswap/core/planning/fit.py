@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.core.changes.locating import Located
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
+from adapterswap.core.experts.parts import FullModule, LoraModule, Part, and_more, compare_shapes
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName

@@ -12,7 +12,8 @@ from numbers import Integral
 
 from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
 from adapterswap.core.changes.locating import Located, TiedHead, locate_all
-from adapterswap.core.experts.adapter import Adapter, FullModule, Part, and_more
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import FullModule, Part, and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference

@@ -25,7 +25,8 @@ from typing import Any
 from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.changes.locating import TiedHead
 from adapterswap.core.companions.tokenizer import Tokens, clashes, read_tokens, tokenizer_bytes
-from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.core.model.sources import Reference

@@ -14,8 +14,9 @@ from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
-from adapterswap.core.experts.adapter import Adapter, OpaqueModule, and_more
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
+from adapterswap.core.experts.parts import OpaqueModule, and_more
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.cards import adapter_card

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
 from adapterswap.core.changes.opaque import merged
 from adapterswap.core.changes.reading import Factors
-from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot, Span

@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from adapterswap.core.changes.locating import base_tensor
-from adapterswap.core.experts.adapter import LoraModule, OpaqueModule
 from adapterswap.core.experts.config import scale
 from adapterswap.core.experts.keys import (
     KINDS,
     TRAINABLE_TOKENS,
     ModuleKeys,
 )
+from adapterswap.core.experts.parts import LoraModule, OpaqueModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot

@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import Adapter, LoraModule, and_more, check_distinct
+from adapterswap.core.experts.adapter import Adapter, check_distinct
 from adapterswap.core.experts.keys import KINDS, ModuleKeys
+from adapterswap.core.experts.parts import LoraModule, and_more
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from adapterswap.core.changes.joint import Joint, mixed
 from adapterswap.core.changes.reading import FactorReader, Factors
-from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.layout import Shape, blend_scale, uses_rslora

@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.experts.adapter import Adapter, and_more
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights

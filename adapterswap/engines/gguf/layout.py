@@ -21,8 +21,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.experts.adapter import LoraModule
 from adapterswap.core.experts.config import scale
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import Kind, ModelConfig
 from adapterswap.core.model.sources import Reference

@@ -12,7 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, OpaqueModule, Part, open_adapter
+from adapterswap.core.experts.adapter import Adapter, open_adapter
+from adapterswap.core.experts.parts import OpaqueModule, Part
 from adapterswap.core.model.layers import check_depth_of, known_depth
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, parse_composition

@@ -15,9 +15,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, FullModule, LoraModule, OpaqueModule, Part
+from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.config import AdapterConfig, scale
 from adapterswap.core.experts.keys import LORA
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.layers import ModelConfig, ModuleName, NumLayers, layer_container
 from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.rules import BASE

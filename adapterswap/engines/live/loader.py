@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
+from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.keys import copies_in
+from adapterswap.core.experts.parts import and_more, compare_shapes
 from adapterswap.core.model.base import Base, shape_of
 from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, format_layers, known_depth
 from adapterswap.core.model.loading import quiet_peft

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapterswap import __version__
-from adapterswap.core.experts.adapter import Adapter, and_more, compare_shapes, open_adapter
+from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.keys import copies_in
+from adapterswap.core.experts.parts import and_more, compare_shapes
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, known_depth, layer_container

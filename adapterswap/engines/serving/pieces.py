@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from adapterswap import __version__
-from adapterswap.core.experts.adapter import Adapter, LoraModule
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.layers import Kind, format_layers
 from adapterswap.core.model.sources import FORMAT, Reference
 from adapterswap.core.planning.base import with_chains

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.changes.reading import Factors
-from adapterswap.core.experts.adapter import LoraModule
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import OTHER_NAMES
 from adapterswap.core.model.layers import ModuleName
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, Problems
