@@ -307,10 +307,12 @@ def _compose(
     opened: dict[str, Adapter | Checkpoint] = {}
     problems = Problems(CompositionError)
     check_names(composition.expert_names, references, problems, composition.allocation)
-    for name in composition.expert_names:
-        if name in references:
-            with problems.collect():
-                opened[name] = _open(references[name], parameters.get(name, "experts"))
+    for name in (name for name in composition.expert_names if name in references):
+        reference = references[name]
+        try:
+            opened[name] = reference if isinstance(reference, Adapter | Checkpoint) else open_expert(reference)
+        except AdapterswapError as error:
+            problems.keep(error.recast(parameter=parameters.get(name, "experts")))
     problems.raise_if_any()
     return make_plan(composition, opened)
 
@@ -373,15 +375,6 @@ def read_composition(recipe: str | Path) -> Composition:
         for name, place in composition.experts.items()
     }
     return composition.model_copy(update={"experts": experts})
-
-
-def _open(reference: Expert, parameter: str) -> Adapter | Checkpoint:
-    if isinstance(reference, Adapter | Checkpoint):
-        return reference
-    try:
-        return open_expert(reference)
-    except AdapterswapError as error:
-        raise error.recast(parameter=parameter) from None
 
 
 def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:

@@ -81,7 +81,9 @@ def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
     config = Reference(reference).cached_config if reference else None
     if folder is None or config is None or reference is None:
         return Fit()
-    checkpoint, result = _opened(folder), Fit(reference, {}, {}, {})
+    files = (path for pattern in ("config.json", "model*.safetensors*") for path in folder.glob(pattern))
+    checkpoint = _headers(folder, Stamps.of(sorted(path for path in files if path.is_file())))
+    result = Fit(reference, {}, {}, {})
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
         others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
@@ -203,15 +205,9 @@ def _report_missing(expert: str, missing: list[Part], reference: str, problems: 
         )
 
 
-def _opened(folder: Path) -> Checkpoint | None:
-    """The base's headers; None if its weights are not here, or cannot be read."""
-    files = [path for pattern in ("config.json", "model*.safetensors*") for path in folder.glob(pattern)]
-    return _read(folder, Stamps.of(sorted(path for path in files if path.is_file())))
-
-
 @lru_cache(maxsize=4)
-def _read(folder: Path, files: Stamps) -> Checkpoint | None:
-    """The headers in a folder with these files."""
+def _headers(folder: Path, files: Stamps) -> Checkpoint | None:
+    """The base's headers in a folder with these files; None if its weights are not here, or cannot be read."""
     with suppress(AdapterswapError):  # what needs the weights reports why
         return open_checkpoint(folder)
     return None
