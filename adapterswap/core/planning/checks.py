@@ -250,9 +250,9 @@ def check_matches(
     `uncovered` are slots that no rule matches.
     """
     parameter = None if composition.allocation is None else "allocation"
-    stacks = {ModuleName(slot.name).stack for slot in slots if slot.layer is not None}
+    adapted = Depth(num_layers).by_stack(slot.name for slot in slots if slot.layer is not None)
     for rule in rules:
-        if rule.stack and parameter is None and composition.stack == "both" and stacks and rule.stack not in stacks:
+        if rule.stack and parameter is None and composition.stack == "both" and adapted and rule.stack not in adapted:
             continue  # the experts adapt only the other stack
         if parameter is None and rule.expert == BASE:
             continue  # a slice may lack exactly the layers that are reset
