@@ -278,8 +278,8 @@ class Plan:
         if self.is_model:
             from adapterswap.core.planning.targets import Facts, Target, full_checkpoint
 
-            for message, remedy in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
-                raise UnsupportedError(message, remedy)
+            for culprit in full_checkpoint.find(self, Facts(Target.ADAPTER, self)):
+                raise UnsupportedError(culprit.message, culprit.remedy)
 
     @cached_property
     def slice(self) -> KeptLayers | None:

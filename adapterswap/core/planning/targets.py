@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from functools import cache, cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
@@ -159,8 +159,15 @@ class Facts:
         return [] if self.plan is None else [slot for slot in self.plan.modules.values() if slot.terms]
 
 
-Found = Iterator[tuple[str, ...]]
-"""The message and the remedy for each culprit, and the parameter at fault if it is not the caller's."""
+class Culprit(NamedTuple):
+    """What a limit found: the message, the remedy, and the parameter at fault if it is not the caller's."""
+
+    message: str
+    remedy: str
+    parameter: str | None = None
+
+
+Found = Iterator[Culprit]
 
 
 @dataclass(eq=False)
@@ -189,7 +196,7 @@ class Limit:
 
 LIMITS: list[Limit] = []
 
-_Fault = tuple[Limit, tuple[str, ...]]  # a limit, and what it found
+_Fault = tuple[Limit, Culprit]
 
 
 @cache
@@ -216,9 +223,9 @@ def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
 
 
 def _add(faults: Iterable[_Fault], f: Facts, problems: Problems, name: str = "") -> None:
-    for limit, (message, remedy, *own) in faults:
-        message = f"{name}: {message}" if name else message
-        problems.add(message, remedy, parameter=own[0] if own else f.parameter, kind=limit.kind)
+    for limit, culprit in faults:
+        message = f"{name}: {culprit.message}" if name else culprit.message
+        problems.add(message, culprit.remedy, parameter=culprit.parameter or f.parameter, kind=limit.kind)
 
 
 _of_expert, _of_slot, _of_plan = (partial(Limit, of) for of in ("expert", "slot", "plan"))
@@ -237,7 +244,7 @@ _THRESHOLD = "`row_threshold`"
 def _not_lora(adapter: Adapter, f: Facts) -> Found:
     for part in (part for part in adapter.opaque.values() if f.enters(part.name)):
         converted = "" if part.is_linear else "Convert it to rsLoRA with `convert`. Or: "
-        yield (
+        yield Culprit(
             f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A",
             f"{converted}{f.otherwise}",
         )
@@ -246,7 +253,7 @@ def _not_lora(adapter: Adapter, f: Facts) -> Found:
 @_of_expert(_OPAQUE, Target.LIVE, {Target.LIVE: "only DoRA and `lora_bias`"})
 def no_variant_of_lora(adapter: Adapter, f: Facts) -> Found:
     if adapter.config.peft_type not in (LORA, TRAINABLE_TOKENS):
-        yield (
+        yield Culprit(
             f"{f.expert} is {adapter.config.title}, and the live composer switches only LoRA and its variants",
             f"Convert it to rsLoRA with `convert`. Or: {f.otherwise}",
         )
@@ -255,13 +262,15 @@ def no_variant_of_lora(adapter: Adapter, f: Facts) -> Found:
 @_of_expert(_TOKENS, _SERVERS | Target.LIVE | Target.GGUF)
 def _with_tokens(adapter: Adapter, f: Facts) -> Found:
     if any(map(f.enters, adapter.tokens)) or (adapter.config.trained_tokens and not adapter.tokens):
-        yield f"{f.expert} has trained tokens (trainable_token_indices), which {f.holder} cannot use", f.otherwise
+        yield Culprit(
+            f"{f.expert} has trained tokens (trainable_token_indices), which {f.holder} cannot use", f.otherwise
+        )
 
 
 @_of_expert(_TOKENS, Target.WEIGHTS, {Target.WEIGHTS: "not beside full checkpoints"})
 def _tokens_beside_a_checkpoint(adapter: Adapter, f: Facts) -> Found:
     for module in adapter.tokens if f.plan is not None and f.plan.checkpoints else ():
-        yield (
+        yield Culprit(
             f"{f.expert} trained single tokens of {module} (trainable_token_indices), but another expert is a full "
             "checkpoint",
             f"Merge {f.expert} into its base first with `merge`, and compose the two checkpoints",
@@ -271,7 +280,7 @@ def _tokens_beside_a_checkpoint(adapter: Adapter, f: Facts) -> Found:
 @_of_expert(_SAVED, _SERVERS | Target.GGUF)
 def _with_saved(adapter: Adapter, f: Facts) -> Found:
     if saved := [module for module in adapter.saved if module not in adapter.tokens and f.enters(module)]:
-        yield (
+        yield Culprit(
             f"{f.expert} holds {', '.join(saved)} trained in full (modules_to_save), which {f.holder} cannot use",
             "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
         )
@@ -281,7 +290,7 @@ def _with_saved(adapter: Adapter, f: Facts) -> Found:
 def _tied_experts(adapter: Adapter, f: Facts) -> Found:
     lora = [module.name for module in adapter.modules.values() if module.embedding]
     for module in (adapter.saved if f.target is Target.LIVE else lora) if adapter.config.tied else ():
-        yield (
+        yield Culprit(
             f"{f.expert} trained {module} together with what is tied to it (ensure_weight_tying), which {f.holder} "
             "does not support",
             f"Train it without ensure_weight_tying. Or: {f.otherwise}",
@@ -291,7 +300,7 @@ def _tied_experts(adapter: Adapter, f: Facts) -> Found:
 @_of_expert("LoRA on fused mixture-of-experts layers (`target_parameters`)", _SERVERS)
 def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
     if fused := [module.name for module in adapter.modules.values() if module.parameter]:
-        yield (
+        yield Culprit(
             f"{f.expert} has LoRA on fused mixture-of-experts layers ({and_more(fused, 3)}, target_parameters), which "
             f"{f.holder} cannot serve by name",
             "Merge the composition into full weights with `merge`, or, for llama.cpp, write it with `export`",
@@ -308,7 +317,7 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
     named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
     what = f"trained biases of the base (bias: {adapter.config.bias}{named})" if adapter.config.bias != "none" else ""
     if what or over:
-        yield (
+        yield Culprit(
             f"{f.expert} carries {what or f'whole weights ({over[0]})'}, with which PEFT would overwrite the base's "
             "own for every expert",
             f.otherwise,
@@ -322,7 +331,7 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
 def _different_rows(slot: Slot, f: Facts) -> Found:
     expert = slot.factors_by_rows or (f.target is Target.LIVE and "NAME") if slot.spans else None
     if expert:
-        yield (
+        yield Culprit(
             f"{slot.name} has other rows than the base, with different weights, but {f.holder} has one ΔW for all rows",
             f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {expert}}}. Or: {f.otherwise}",
         )
@@ -332,13 +341,13 @@ def _different_rows(slot: Slot, f: Facts) -> Found:
 def averaged(slot: Slot, f: Facts) -> Found:
     for term in slot.opaque:
         if slot.owner is None and not term.change.part.is_linear:
-            yield (
+            yield Culprit(
                 f"{slot.name} is a blend, but {term.expert} is {term.change.method} there, which cannot be averaged "
                 "without the base's weight",
                 f"Give it to one expert, or convert {term.expert} to rsLoRA first with `convert`. Or: {f.otherwise}",
             )
         elif slot.method != "linear":
-            yield (
+            yield Culprit(
                 f"{slot.method} works on s·B·A, but {term.expert} is {term.change.method} at {slot.name}",
                 f"Use a linear method such as `soup` or `task_arithmetic`. Or: {f.otherwise}",
                 "method",
@@ -349,7 +358,7 @@ def averaged(slot: Slot, f: Facts) -> Found:
 def _beside_a_copy(slot: Slot, f: Facts) -> Found:
     others = [*(term.expert for term in slot.low_rank), *(term.expert for term in slot.opaque)]
     for term in slot.whole if others else ():
-        yield (
+        yield Culprit(
             f"{slot.name} is a blend of {term.expert}, which holds it in full (modules_to_save), and "
             f"{others[0]}, which has LoRA on it",
             f"Give it to one of them in its own rule: {{modules: [{slot.name}], expert: {term.expert}}}. "
@@ -360,13 +369,13 @@ def _beside_a_copy(slot: Slot, f: Facts) -> Found:
 @_of_slot("modules other than [these](own_adapters.md#which-bases)", Target.GGUF)
 def _not_exported(slot: Slot, f: Facts) -> Found:
     if slot.terms and not slot.in_full and not f.exports(slot):
-        yield f"{slot.name} cannot be exported for this architecture", f.otherwise
+        yield Culprit(f"{slot.name} cannot be exported for this architecture", f.otherwise)
 
 
 @_of_slot(_TIED, Target.GGUF)
 def _tied_to_another(slot: Slot, f: Facts) -> Found:
     if slot.terms and slot.layer is None and f.tied:
-        yield (
+        yield Culprit(
             f"{slot.name} is tied to another module in the base. llama.cpp keeps both as one weight, but PEFT changes "
             "only one of them",
             f.otherwise,
@@ -379,7 +388,7 @@ def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
         how = (
             "has trained tokens (trainable_token_indices)" if slot.of_tokens else "is trained in full (modules_to_save)"
         )
-        yield (
+        yield Culprit(
             f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
         )
@@ -390,7 +399,7 @@ def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
 )
 def _needs_the_base(slot: Slot, f: Facts) -> Found:
     if slot.in_full and slot.rule is not None and slot.terms and not f.base_at_hand and slot.needs_base:
-        yield (
+        yield Culprit(
             f"Averaging {slot.name} with {' and '.join(slot.absent) or 'the base'} needs the base's own weights of "
             "this module",
             "Pass the base's folder as `base_model`",
@@ -406,13 +415,17 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
     for name in (name for name in (slot.requested if f.kinds else ()) if name in f.kinds):
         if threshold:
             message = f"row_threshold compares rows of s·B·A, but {name} is {f.kinds[name]}"
-            yield message, "Remove `row_threshold`", "row_threshold"
+            yield Culprit(message, "Remove `row_threshold`", "row_threshold")
         if rule.needs_factors:
             message = f"{rule.method} works on LoRA's factors, but {name} is {f.kinds[name]}"
-            yield message, f"Use another method, such as ties, or convert {name} to LoRA with `convert`", "method"
-        yield f"{name} is {f.kinds[name]}, whose magnitude depends on the base's weights", "Use explicit weights"
+            yield Culprit(
+                message, f"Use another method, such as ties, or convert {name} to LoRA with `convert`", "method"
+            )
+        yield Culprit(
+            f"{name} is {f.kinds[name]}, whose magnitude depends on the base's weights", "Use explicit weights"
+        )
     for term in slot.whole if rule.needs_factors else ():
-        yield (
+        yield Culprit(
             f"{rule.method} works on LoRA's factors, but {term.expert} holds whole weights",
             "Extract an adapter from the full checkpoint with `adapterswap extract`, or use another method",
             "method",
@@ -422,7 +435,7 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
 @_of_slot("methods that need one matrix, on fused mixture-of-experts layers", Target.WEIGHTS)
 def _of_many_matrices(slot: Slot, f: Facts) -> Found:
     if slot.matrices > 1 and not slot.is_linear:
-        yield (
+        yield Culprit(
             f"{slot.name} holds the matrices of {slot.matrices} experts, but {slot.method} needs a single matrix",
             "Use a weighted sum: layer_swap, soup or task_arithmetic",
             "method",
@@ -436,7 +449,7 @@ def _not_numbers(slot: Slot, f: Facts) -> Found:
     entering = [whole.tensor.dtype for _, whole in slot.all_whole]
     for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
         if dtype not in Dtype.FLOATS:
-            yield (
+            yield Culprit(
                 f"{slot.name} is {dtype}, but only {', '.join(Dtype.FLOATS)} can be blended or changed",
                 "Give it to one expert of the same dtype in its own rule, or save the checkpoint in another dtype",
             )
@@ -445,7 +458,7 @@ def _not_numbers(slot: Slot, f: Facts) -> Found:
 @_of_plan("full checkpoints", _LOW_RANK)
 def full_checkpoint(plan: Plan, f: Facts) -> Found:
     if plan.is_model:
-        yield (
+        yield Culprit(
             f"{next(iter(plan.checkpoints))} is a full checkpoint, but only compositions of adapters can be written as "
             "an adapter, loaded or served",
             "Write full weights with `merge`, or extract an adapter from it first with `extract`",
@@ -455,14 +468,16 @@ def full_checkpoint(plan: Plan, f: Facts) -> Found:
 @_of_plan("compositions that change nothing", _FILES | Target.GGUF, kind=CompositionError)
 def _nothing(plan: Plan, f: Facts) -> Found:
     if not f.changed and not f.tokens:
-        yield "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
+        yield Culprit(
+            "every module stays as in the base, so there is nothing to write", "Give some layers to an expert"
+        )
 
 
 @_of_plan("compositions without the head of a `task_type`", _FILES)
 def _lost_head(plan: Plan, f: Facts) -> Found:
     for name, slot in plan.saved.items():
         if not slot.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
-            yield (
+            yield Culprit(
                 f"The rule `{slot.rule}` gives {name} to the base, but PEFT cannot load an adapter for "
                 f"{plan.task_type} without it",
                 f"Give it to an expert in its own rule: {{modules: [{name}], expert: NAME}}",
@@ -477,7 +492,7 @@ def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
         beside += [f"{slot.name} in full" for slot in others if not slot.of_tokens]
         beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != f.tokens[0].tokens]
     if f.tokens and beside:
-        yield (
+        yield Culprit(
             f"the result has trained tokens of {f.tokens[0].name} and {beside[0]}, but PEFT loads the two together "
             "only beside LoRA",
             f"Give {f.tokens[0].name} to the base, or some modules with LoRA to an expert. Or: {f.otherwise}",
@@ -495,10 +510,10 @@ def _mixed(plan: Plan, f: Facts) -> Found:
         norms = ". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""
         name, term = lora[0]
         what = f"{expert} is {first.method} and {term.expert} is LoRA ({name})"
-        yield f"{what}, but an adapter holds only one kind{norms}", remedy
+        yield Culprit(f"{what}, but an adapter holds only one kind{norms}", remedy)
     for name, term in lora if first.settings.get("lora_bias") else ():
         if term.lora.embedding or term.lora.parameter:
-            yield (
+            yield Culprit(
                 f"{expert} has biases (lora_bias) and {term.expert} has LoRA on {name}, an embedding or a parameter, "
                 "for which PEFT supports no such biases",
                 f"Give {name} to an expert without LoRA on it. Or: {f.otherwise}",
@@ -506,10 +521,10 @@ def _mixed(plan: Plan, f: Facts) -> Found:
     for other, part in f.opaque:
         if part.method != first.method:
             what = f"{expert} is {first.method} and {other} is {part.method}"
-            yield f"{what}, but an adapter holds only one kind", remedy
+            yield Culprit(f"{what}, but an adapter holds only one kind", remedy)
         elif part.settings != first.settings and (listed := _differing(first, part)):
             what = f"{expert} and {other} are {part.method}"
-            yield f"{what} with settings that one adapter cannot hold: {listed}", remedy
+            yield Culprit(f"{what} with settings that one adapter cannot hold: {listed}", remedy)
 
 
 def _differing(first: OpaqueModule, second: OpaqueModule) -> str:
@@ -528,14 +543,14 @@ def not_plain(plan: Plan, f: Facts) -> Found:
     what = [f"{expert} is {part.method} at {part.name}" for expert, part in f.opaque]
     what += ["the result has only trained tokens"] * (bool(f.tokens) and not f.changed)
     for found in what:
-        yield f"the portable layout is plain LoRA, but {found}", "Pass `layout=exact`", "layout"
+        yield Culprit(f"the portable layout is plain LoRA, but {found}", "Pass `layout=exact`", "layout")
 
 
 @_of_plan("DoRA above `max_rank`", _FILES)
 def _too_high(plan: Plan, f: Facts) -> Found:
     for expert, part in f.opaque:
         if part.lora is not None and not part.is_linear and (f.max_rank or part.lora.rank) < part.lora.rank:
-            yield (
+            yield Culprit(
                 f"{part.name} has rank {part.lora.rank}, but {expert} is {part.method}, which cannot be truncated",
                 f"Pass `max_rank={part.lora.rank}` or more, or leave it out",
                 "max_rank",
@@ -548,7 +563,7 @@ def _lost_width(plan: Plan, f: Facts) -> Found:
     result = {_leaf(slot) for slot in plan if slot.opaque} if sharing else set()
     for expert, part in sharing.items():
         for lost in sorted({_leaf(module) for module in plan.adapters[expert].opaque.values()} - result):
-            yield (
+            yield Culprit(
                 f"the result has no module like {lost} of {expert}, but the widest module decides the width of the "
                 f"projections that {part.method} shares",
                 f"Keep one such module. Or: {f.otherwise}",
@@ -567,7 +582,7 @@ def _indistinct(plan: Plan, f: Facts) -> Found:
     ends = tuple(name for name, scales in inputs.items() if scales)
     for name, scales in inputs.items():
         if ends and not scales and name.endswith(ends):
-            yield (
+            yield Culprit(
                 f"(IA)³ scales the outputs of {name} but the inputs of a module whose name ends in the same way, and "
                 "PEFT cannot distinguish them",
                 f.otherwise,
@@ -601,13 +616,15 @@ def _unfused(plan: Plan, f: Facts) -> Found:
     for start, names in names_within.items():
         reasons += [f"No expert has LoRA on {start}.experts.{missing}" for missing in sorted(required - names)]
     for reason in reasons:
-        yield f"{reason}: PEFT on transformers 5 fuses plain LoRA on all experts of a layer, or none", f.otherwise
+        yield Culprit(
+            f"{reason}: PEFT on transformers 5 fuses plain LoRA on all experts of a layer, or none", f.otherwise
+        )
 
 
 @_of_plan("methods on whole weights", _LOW_RANK)
 def _on_weights(plan: Plan, f: Facts) -> Found:
     for slot in (slot for slot in f.changed if slot.rule is not None and slot.rule.acts_on_weights):
-        yield (
+        yield Culprit(
             f"{slot.method} combines whole weights, including the base's, but {f.holder} holds only ΔW",
             "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
             f.parameter or "method",
@@ -618,14 +635,14 @@ def _on_weights(plan: Plan, f: Facts) -> Found:
 def _of_full_rank(plan: Plan, f: Facts) -> Found:
     for slot in (slot for slot in f.changed if not slot.has_low_rank and (f.max_rank, f.max_error) == (None, None)):
         message = f"{slot.method} gives {slot.name} a ΔW of full rank, and {f.holder} has a low one"
-        yield message, "Pass `max_rank` or `max_error`", "max_rank"
+        yield Culprit(message, "Pass `max_rank` or `max_error`", "max_rank")
 
 
 @_of_plan(_NONLINEAR, _SERVERS | Target.LIVE)
 def _not_a_sum(plan: Plan, f: Facts) -> Found:
     for slot in f.changed:
         if not slot.is_linear:
-            yield (
+            yield Culprit(
                 f"{slot.method} is not a weighted sum of the experts' ΔW, so {f.holder} cannot compute it as it runs",
                 "Write it first with `adapterswap compose` and a `max_rank`, and load or serve the result",
             )
@@ -634,20 +651,22 @@ def _not_a_sum(plan: Plan, f: Facts) -> Found:
 @_of_plan(_THRESHOLD, Target.LIVE | Target.LLAMA)
 def _threshold(plan: Plan, f: Facts) -> Found:
     if plan.composition.row_threshold is not None:
-        yield f"row_threshold sets rows of ΔW to zero, but {f.holder} can only scale whole modules", f.otherwise
+        yield Culprit(
+            f"row_threshold sets rows of ΔW to zero, but {f.holder} can only scale whole modules", f.otherwise
+        )
 
 
 @_of_plan(_THRESHOLD, Target.WEIGHTS, {Target.WEIGHTS: "not beside full checkpoints"}, CompositionError)
 def _threshold_of_a_checkpoint(plan: Plan, f: Facts) -> Found:
     if plan.composition.row_threshold and plan.checkpoints:
         message = "row_threshold applies to rows of adapters' ΔW, but an expert is a full checkpoint"
-        yield message, "Remove it", "row_threshold"
+        yield Culprit(message, "Remove it", "row_threshold")
 
 
 @_of_plan("a module that one expert holds in full and another adapts", Target.LIVE)
 def _clashing(plan: Plan, f: Facts) -> Found:
     if (odd := clash({name: (adapter.saved, adapter.parts) for name, adapter in plan.adapters.items()})) is not None:
-        yield odd, f.otherwise
+        yield Culprit(odd, f.otherwise)
 
 
 def clash(experts: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str | None:
@@ -673,13 +692,13 @@ def clash(experts: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str
 def _unfit_names(plan: Plan, f: Facts) -> Found:
     for name in plan.experts:
         if not ExpertName(name).fits_peft:
-            yield f"PEFT cannot hold an adapter under the name {name!r}", f.otherwise
+            yield Culprit(f"PEFT cannot hold an adapter under the name {name!r}", f.otherwise)
 
 
 @_of_plan("ranks above the server's `max_lora_rank`", Target.VLLM)
 def _above_the_server(plan: Plan, f: Facts) -> Found:
     if f.most is not None and plan.largest_rank > f.most:
-        yield (
+        yield Culprit(
             f"it has rank {plan.largest_rank}, and this server takes up to {f.most}",
             "Request one without transition zones, or start the server with a higher `max_lora_rank`",
             "max_lora_rank",

@@ -41,6 +41,7 @@ class Numbers:
 
 
 def _without_booleans(schema: Any) -> Any:
+    """The schema with a check before each number. pydantic's strict mode, the alternative, also refuses 5.0 and "5"."""
     if isinstance(schema, list):
         return [_without_booleans(item) for item in schema]
     if not isinstance(schema, dict) or schema.get("function") in _NO_BOOLEANS.values():
