@@ -48,13 +48,11 @@ def test_bases_known_to_be_fused_are_fused(name: str, tmp_path: Path) -> None:
     if known:
         import torch
 
-        tensors = {
-            ModuleKeys(part.name).factor(factor, embedding=False): torch.empty(1, part.in_features, device="meta")
-            if factor == "A"
-            else torch.empty(part.out_features, 1, device="meta")
-            for part in adapter.modules.values()
-            for factor in ("A", "B")
-        }
+        tensors = {}
+        for part in adapter.modules.values():
+            a_key, b_key = ModuleKeys(part.name).factors()
+            tensors[a_key] = torch.empty(1, part.in_features, device="meta")
+            tensors[b_key] = torch.empty(part.out_features, 1, device="meta")
         with torch.device("meta"):
             empty = type(model)(model.config)
         trial = try_in_peft(empty, LoraConfig(r=1, target_modules=list(adapter.modules)), tensors)
