@@ -143,12 +143,12 @@ def test_everything_is_restored(composer: Composers) -> None:
 def test_a_failed_use_changes_nothing(composer: Composers) -> None:
     composing = composer()
     before = state_of(composing.model)
-    with pytest.raises(CompositionError, match="nobody"):
+    with refused(CompositionError, "experts"):
         composing.set("math+nobody")
     assert state_of(composing.model) == before
     composing.set("math+swahili@bottom_transition=2")
     inside = state_of(composing.model)
-    with pytest.raises(AdapterswapError, match="bottom has 9"):
+    with refused(CompositionError, "bottom"):
         composing.set("math+swahili@bottom=9")
     assert state_of(composing.model) == inside
 
@@ -175,7 +175,7 @@ def test_loading_an_adapter_keeps_the_composition(composer: Composers, folders: 
         name: before[name][0] for name in before if name.startswith("base_model")
     }
     model.delete_adapter("other")
-    with pytest.raises(CompositionError, match="other"):
+    with refused(CompositionError, "experts"):
         composing.set("other+swahili")
 
 
@@ -268,26 +268,27 @@ def test_modules_of_the_adapter_that_was_active_are_switched_off(base: Bases, fo
 
 def test_compositions_that_cannot_run_live_are_refused(composer: Composers, folders: Folders, base: Bases) -> None:
     composing = composer()
-    with refused(UnsupportedError, "composition", match="ties"):
+    with refused(UnsupportedError, "composition"):
         composing.set("math+swahili@method=ties,density=0.5")
-    cases = {
-        "maths+swahili": r"no expert 'maths' \(experts: math, swahili, telugu\). Did you mean 'math'",
-        "maths": r"no expert 'maths' \(experts: math, swahili, telugu\). Did you mean 'math'",
-        "math+nobody": "no expert 'nobody'",
-        "math+swahili@bottom=5,top=2": "overlap",
-        "math swahili": "not the short name",
-    }
-    for name, message in cases.items():
-        with pytest.raises(AdapterswapError, match=message):
+    for name in ("maths+swahili", "maths"):
+        with refused(CompositionError, "experts", match=r"\(experts: math, swahili, telugu\). Did you mean 'math'"):
             composing.set(name)
-    with refused(CompositionError, "num_layers", match="is 7.* 6 layers"):
+    cases: dict[str, tuple[type[AdapterswapError], str]] = {
+        "math+nobody": (CompositionError, "experts"),
+        "math+swahili@bottom=5,top=2": (CompositionError, "bottom"),
+        "math swahili": (ArgumentError, "name"),
+    }
+    for name, (kind, parameter) in cases.items():
+        with refused(kind, parameter):
+            composing.set(name)
+    with refused(CompositionError, "num_layers"):
         composing.set(Composition(task="math", language="swahili", num_layers=7))
     plan = adapterswap.layer_swap(folders()["math"], folders()["swahili"], bottom=2, top=1)
     assert isinstance(plan, adapterswap.Plan)
     deeper = replace(plan, num_layers=7)
     with refused(CompositionError, "composition", match="7 layers.* 6"):
         composing.set(deeper)
-    with refused(ArgumentError, "model", match="LlamaForCausalLM"):
+    with refused(ArgumentError, "model"):
         LiveComposer(load_base(base("llama")))
 
 
@@ -310,7 +311,7 @@ def test_a_plan_of_other_experts_is_refused(composer: Composers, expert: Any) ->
 def test_variants_of_lora_are_refused_with_their_reason(options: dict[str, Any], message: str, base: Bases) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
     composing = LiveComposer(get_peft_model(load_base(base("qwen2")), config, "odd"))
-    with pytest.raises(AdapterswapError, match=f"The adapter 'odd'.*{message}"):
+    with refused(UnsupportedError, match=f"The adapter 'odd'.*{message}"):
         composing.set("odd")
 
 

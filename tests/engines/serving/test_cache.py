@@ -270,7 +270,7 @@ def test_a_folder_with_other_files_is_not_a_cache(tmp_path: Path) -> None:
         (tmp_path / "project" / name / "thesis.txt").write_text("years of work")
     cache = Cache(tmp_path / "project")
     for use in (lambda: cache.collect(keep=0), lambda: cache.get("key", lambda path: path.mkdir()), cache.hold):
-        with refused(OutputError, "cache", match="building|compositions"):
+        with refused(OutputError, "cache"):
             use()
     assert (tmp_path / "project" / "building" / "thesis.txt").exists()
     assert (tmp_path / "project" / "compositions" / "thesis.txt").exists()

@@ -97,22 +97,22 @@ def test_a_missing_manifest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "value"),
+    ("content", "parameter"),
     [
         ("experts: {}", "experts"),
         ("experts: {a: b}\nallow: []", "allow"),
-        ("experts: {a: b}\nmax_compositions: 0", "max_compositions is 0"),
-        ("experts: {a: b}\nalow: [a]", r"Did you mean 'allow'\?"),
-        ("allow: [a]", "experts is missing"),
-        ("experts: {a: b, a: c}", "twice"),
-        ("experts: {a: {chain: [b]}}", "chain"),
-        ("experts: {a: {chain: [b, c]}, a-2: d}", "adapter of a chain"),
+        ("experts: {a: b}\nmax_compositions: 0", "max_compositions"),
+        ("experts: {a: b}\nalow: [a]", "alow"),
+        ("allow: [a]", "experts"),
+        ("experts: {a: b, a: c}", None),
+        ("experts: {a: {chain: [b]}}", "experts.a.chain"),
+        ("experts: {a: {chain: [b, c]}, a-2: d}", "experts"),
     ],
 )
-def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, value: str) -> None:
+def test_a_manifest_is_read_strictly(tmp_path: Path, content: str, parameter: str | None) -> None:
     path = tmp_path / "experts.yaml"
     path.write_text(content)
-    with pytest.raises(AdapterswapError, match=value):
+    with refused(FieldError, parameter):
         Manifest.read(path)
 
 

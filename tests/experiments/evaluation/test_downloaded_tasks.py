@@ -162,7 +162,7 @@ def test_names_of_mgsm_rev2(rev2: Path) -> None:
     assert "mgsm_rev2_direct_sw" in LoadedTasks.known_names("mgsm_rev2_d")
     with refused(ArgumentError, "tasks", match="mgsm_rev2_direct_xx"):
         LoadedTasks.check_names(["mgsm_rev2_direct_xx"])
-    with refused(ArgumentError, "num_fewshot", match="9 shots"):
+    with refused(ArgumentError, "num_fewshot"):
         LoadedTasks.load(["mgsm_rev2_direct_sw"], Settings(num_fewshot=9))
 
 
@@ -198,7 +198,7 @@ def test_mgsm_symbolic_may_have_any_number_of_questions(rev2: Path, monkeypatch:
     assert [each.name for each in symbolic._filters] == [each.name for each in mgsm._filters]
     assert language_of("mgsm_symbolic_native_cot_sw") == "sw"
     assert set(LoadedTasks.load(["mgsm_symbolic_*_sw"]).tasks) == {f"mgsm_symbolic_{mode}_sw" for mode in MODES}
-    with refused(ArgumentError, "num_fewshot", match="9 shots"):
+    with refused(ArgumentError, "num_fewshot"):
         LoadedTasks.load(["mgsm_symbolic_direct_sw"], Settings(num_fewshot=9))
     with refused(DataError, match=r"mgsm_te\.tsv"):
         LoadedTasks.load(["mgsm_symbolic_direct_te"])

@@ -90,14 +90,14 @@ def coder() -> Model:
 
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_nested", "pico_tag"])
 def test_code_is_refused_before_it_is_loaded(code_tasks: Path, name: str) -> None:
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code would run code written by the model"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="pico_code"):
         LoadedTasks.load([name], Settings(include_path=code_tasks, trust_task_code=True))
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw would run"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="mgsm_direct_sw"):
         LoadedTasks.load(["pico_overridden"], Settings(include_path=code_tasks, trust_task_code=True))
 
 
 def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
-    with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp would run"):
+    with refused(ArgumentError, "confirm_run_unsafe_code", match="humaneval, mbpp"):
         LoadedTasks.load(["mbpp", "humaneval", "gsm8k"], Settings(include_path=code_tasks, trust_task_code=True))
 
 

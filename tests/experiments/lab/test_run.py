@@ -23,7 +23,7 @@ from adapterswap.experiments.lab.run import LAB
 from adapterswap.experiments.lab.scenes import draw_problems
 from adapterswap.experiments.lab.seed import METHODS, SCALES, ZONES, Questions, SeedResult
 from adapterswap.experiments.lab.study import CAVEAT
-from adapterswap.kit.errors import BaseModelError
+from adapterswap.kit.errors import BaseModelError, OutputError
 
 from .conftest import Run
 
@@ -119,7 +119,7 @@ def test_which_folders_may_be_replaced(run: Run, tmp_path: Path) -> None:
         path = record.parent / name
         path.parent.mkdir(exist_ok=True)
         path.touch()
-        with pytest.raises(AdapterswapError, match="did not write"):
+        with refused(OutputError, "out_path"):
             LabPlan.of(SCENES["gap"], 1, record.parent, overwrite=True)
         path.unlink()
         if path.parent.name == "mine":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from inspect import signature
 from itertools import pairwise, product
@@ -181,7 +180,7 @@ def test_every_method_averages_souped_sides_first() -> None:
 
 
 def test_a_method_for_two_experts_has_no_reset() -> None:
-    with pytest.raises(FieldError, match="slerp"):
+    with refused(FieldError, match="slerp"):
         grid_of(compositions=[{"method": "slerp", "language": "base"}])
 
 
@@ -262,24 +261,27 @@ def test_a_tasks_language_is_in_its_name(task: str, language: str | None) -> Non
 
 BAD = {
     "unknown keys": ({"botom": 1}, "botom"),
-    "an unknown field of a family": ({"compositions": [{"botom": 3}]}, "Did you mean 'bottom'"),
-    "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "but must be 0 or more"),
-    "an empty grid": ({"compositions": [{"bottom": []}]}, "at least one value"),
-    "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "set only one of them"),
-    "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "'m.1' cannot name an expert"),
-    "an expert called as extras are": ({"language_experts": {"extra-1": "a"}}, "'extra-1' cannot name an expert"),
-    "an expert called base": ({"language_experts": {"base": "a"}}, "'base' cannot name an expert"),
+    "an unknown field of a family": ({"compositions": [{"botom": 3}]}, "compositions.0.botom"),
+    "a value out of range": ({"compositions": [{"bottom": [1, -1]}]}, "compositions.0.bottom.1"),
+    "an empty grid": ({"compositions": [{"bottom": []}]}, "compositions.0.bottom"),
+    "two bounds": ({"compositions": [{"max_rank": 4, "max_error": 0.1}]}, "compositions.0"),
+    "an expert with a dot": ({"task_experts": {"m.1": "a"}}, "task_experts.m.1"),
+    "an expert called as extras are": ({"language_experts": {"extra-1": "a"}}, "language_experts.extra-1"),
+    "an expert called base": ({"language_experts": {"base": "a"}}, "language_experts.base"),
+    "no task": ({"tasks": []}, "tasks"),
+    "a language without tasks": ({"tasks": {"s1": []}}, "tasks"),
+    "a tokenizer of nobody": ({"tokenizer": "m3"}, "tokenizer"),
+    "a tokenizer of a role": ({"tokenizer": "task"}, "tokenizer"),
+    "a config of nobody": ({"config_from": "tusk"}, "config_from"),
+    "a share above 1": ({"selection": {"fraction": 1.5}}, "selection.fraction"),
+    "an unknown baseline": ({"baselines": ["nothing"]}, "baselines.0"),
+}
+
+BAD_TOGETHER = {
     "a name on both sides": ({"task_experts": {"s1": "a"}}, "rename one"),
     "a pair of strangers": ({"pairs": [{"task": "m1", "language": "m2"}]}, "'m2' is not a language expert"),
-    "no task": ({"tasks": []}, "tasks"),
-    "a language without tasks": ({"tasks": {"s1": []}}, "s1 has no task"),
     "nothing to evaluate": ({"baselines": [], "compositions": []}, "nothing to evaluate"),
-    "a tokenizer of nobody": ({"tokenizer": "m3"}, "tokenizer is 'm3'"),
-    "a tokenizer of a role": ({"tokenizer": "task"}, "tokenizer is 'task'"),
-    "a config of nobody": ({"config_from": "tusk"}, "Did you mean 'task'"),
     "a row that is there": ({"extra": {"base": "x"}}, "already the name of another row"),
-    "a share above 1": ({"selection": {"fraction": 1.5}}, "less than 1"),
-    "an unknown baseline": ({"baselines": ["nothing"]}, "baselines"),
 }
 
 
@@ -306,11 +308,23 @@ def test_the_owners_of_a_recipe_are_in_the_compositions_that_they_take_part_in()
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_recipes_are_refused_with_their_key(name: str, tmp_path: Path) -> None:
-    changes, reason = BAD[name]
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump({"base_model": "base", "tasks": ["t"], **SIDES, **changes}))
-    with pytest.raises(FieldError, match=re.escape(reason)):
-        SweepRecipe.read(file)
+    changes, parameter = BAD[name]
+    with refused(FieldError, parameter):
+        SweepRecipe.read(written(tmp_path, changes))
+
+
+@pytest.mark.parametrize("name", BAD_TOGETHER)
+def test_keys_that_do_not_go_together_are_refused(name: str, tmp_path: Path) -> None:
+    changes, reason = BAD_TOGETHER[name]
+    with refused(FieldError, match=reason):
+        SweepRecipe.read(written(tmp_path, changes))
+
+
+def written(folder: Path, changes: dict[str, Any]) -> Path:
+    """A recipe's file."""
+    content = {"base_model": "base", "tasks": ["t"], **SIDES, **changes}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml"
 
 
 def test_mistakes_of_the_grid_are_reported_together() -> None:

@@ -124,9 +124,9 @@ def test_tied_embeddings_stay_tied(tmp_path: Path, make_recipe: MakeRecipe, pico
 
 
 def test_conflicting_settings_are_refused(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(FieldError, match="quantization"):
+    with refused(FieldError, match="quantization"):
         make_recipe(adapter="none", quantization={"bits": 4})
-    with pytest.raises(FieldError, match="weight_dtype"):
+    with refused(FieldError, match="weight_dtype"):
         make_recipe(training={"weight_dtype": "bfloat16"})
-    with refused(FieldError, "adapter.layers", match="0 to 5"):
+    with refused(FieldError, "adapter.layers"):
         estimate(make_recipe(adapter={"method": "none", "layers": "6"}))

@@ -3,10 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from adapterswap.experiments.training import TrainRecipe
 from adapterswap.experiments.training.recipe import AdapterOptions, DatasetSource, TrainingOptions, Validation
-from adapterswap.kit.errors import AdapterswapError, FieldError
+from adapterswap.kit.errors import AdapterswapError, FieldError, NotFoundError
 from adapterswap.kit.files.yaml import find_recipe, shipped_recipes
 
 MINIMAL = "base_model: base\ndatasets: [{path: rows.jsonl, text: '{text}'}]\n"
@@ -25,7 +26,7 @@ def test_a_shipped_recipe_is_found_by_name_and_a_file_wins(tmp_path: Path, monke
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_text("mine")
     assert find_recipe(name, "train") == Path(name)
-    with pytest.raises(AdapterswapError, match=r"such as train/qwen3-1\.7b/math"):
+    with refused(NotFoundError, "recipe", match=r"such as train/qwen3-1\.7b/math"):
         find_recipe("train/qwen3-1.7b/maths", "train")
 
 
@@ -87,5 +88,5 @@ validation: {rows: 1, fraction: 0.5}
 def test_a_recipe_needs_a_base_and_rows(tmp_path: Path) -> None:
     with pytest.raises(FieldError, match=r"(?s)base_model is missing.*datasets is missing"):
         TrainRecipe.read(_recipe(tmp_path, "out_path: x\n"))
-    with pytest.raises(FieldError, match=r"datasets is \[\]"):
+    with refused(FieldError, "datasets"):
         TrainRecipe.read(_recipe(tmp_path, "base_model: x\ndatasets: []\n"))
