@@ -103,6 +103,14 @@ class Style:
         """
         return list(islice(map(Look, cycle(self.colours), cycle(self.markers), cycle(self.lines)), number))
 
+    def looks_by_family(self, families: Sequence[str]) -> list[Look]:
+        """Looks for series of these families: the colour is the family's, marker and line tell its members apart."""
+        names = list(dict.fromkeys(families))
+        hues = {name: look.colour for name, look in zip(names, self.looks(len(names)), strict=True)}
+        places = [families[:place].count(family) for place, family in enumerate(families)]
+        members = self.looks(len(families))
+        return [members[place]._replace(colour=hues[name]) for name, place in zip(families, places, strict=True)]
+
     def inches(self, value: str | float) -> float:
         """The inches of a width: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points), `236bp`, or a number of inches."""
         remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"

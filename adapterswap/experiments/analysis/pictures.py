@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.analysis.interference import FractionTable, Interference
-from adapterswap.kit.style import STYLE, Look, legend_shape, readable_on, wrapped
+from adapterswap.kit.style import STYLE, legend_shape, readable_on, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
     and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
     """
-    look = _by_family(list(norms))
+    look = dict(zip(norms, STYLE.looks_by_family(list(map(family_of, norms))), strict=True))
     columns, lines = legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
     families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
     names = list(dict.fromkeys(families.values()))
@@ -256,21 +256,6 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
         axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=STYLE.note, color=colour)
     _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
     return figure
-
-
-def _by_family(experts: Sequence[str]) -> dict[str, Look]:
-    """The look of each line: colour by family, marker and line style by member."""
-    families = list(dict.fromkeys(family_of(name) for name in experts))
-    hues = {family: look.colour for family, look in zip(families, STYLE.looks(len(families)), strict=True)}
-    members: dict[str, int] = {}
-    found = {}
-    for name in experts:
-        family = family_of(name)
-        place = members.setdefault(family, 0)
-        members[family] += 1
-        _, marker, line = STYLE.looks(place + 1)[-1]
-        found[name] = Look(hues[family], marker, line)
-    return found
 
 
 def family_of(name: str) -> str:

@@ -19,6 +19,7 @@ from adapterswap.core import (
     Adapter,
     Composition,
     ExpertName,
+    ModelConfig,
     OpenedBase,
     Plan,
     Rule,
@@ -29,7 +30,6 @@ from adapterswap.core import (
 )
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.engines.live import LiveComposer, stream
-from adapterswap.engines.live.inventory import layers_of_base
 from adapterswap.engines.serving import Manifest
 from adapterswap.experiments.analysis.analysis import Analysis, analyze
 from adapterswap.experiments.analysis.suggestion import Suggestion, suggest
@@ -346,7 +346,7 @@ class Workspace:
         else:
             named = manifest.adapters
         base = OpenedBase.open(base_model)
-        num_layers = known_depth(layers_of_base(base), base_model, "Use another base")
+        num_layers = known_depth(ModelConfig(base.config.to_dict()).stacked_layers, base_model, "Use another base")
         if not isinstance(num_layers, int):
             raise UnsupportedError(
                 f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",
