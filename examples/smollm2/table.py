@@ -165,17 +165,24 @@ def by_operation(marks: Marks) -> list[str]:
     return lines
 
 
-def beside_pairs(described: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The rows that are described: scores in other languages, and of experts that no pair has, with math 0 − each."""
-    lines = ["| test | composition | score | − math 0 | over templates |", "|---|---|---:|---:|---:|"]
-    for language, rows in described.items():
+def beside_pairs(content: Mapping[str, Any]) -> list[str]:
+    """The rows that are described: tests in other languages, and experts that no pair has; each minus math 0."""
+    lines = ["| test | composition | score | it − math 0 | over templates |", "|---|---|---:|---:|---:|"]
+    french = {"math 0": content["marks"]["task expert"]["math-0"], **content["described"].get("French", {})}
+    for language, rows in {**content["described"], "French": french}.items():
         scores = {name: by_template(np.array([float(mark) for mark in text])) for name, text in rows.items()}
         for name, score in scores.items():
-            cells = [language, name, short(score.mean())]
+            cells = [language, in_words(name), short(score.mean())]
             apart = score - scores["math 0"]
             cells += ["", ""] if name == "math 0" else [signed(apart.mean()), f"± {short(half(apart))}"]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def in_words(name: str) -> str:
+    """How the table calls a composition of the fourth plan."""
+    name = re.sub(r"few (math|swap) (\d+)", r"\1 0 trained further on \2 French problems", name)
+    return name.replace("few base 100", "a new adapter trained on 100 French problems").replace("all", "of all layers")
 
 
 def signed(value: float) -> str:
@@ -208,7 +215,7 @@ def main() -> None:
         content["marks"] = {row: content["marks"][row] for row in ROWS if row in content["marks"]}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     tables = [make(content["marks"]) for make in (table, by_operation, in_short)]
-    print("\n\n".join("\n".join(lines) for lines in [*tables, beside_pairs(content.get("described", {}))]))
+    print("\n\n".join("\n".join(lines) for lines in [*tables, beside_pairs(content)]))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ def script() -> dict[str, Any]:
 
 
 def test_the_pages_have_the_tables_of_the_results(script: dict[str, Any]) -> None:
-    marks = json.loads((EXAMPLE / "results.json").read_text(encoding="utf-8"))["marks"]
+    content = json.loads((EXAMPLE / "results.json").read_text(encoding="utf-8"))
+    marks = content["marks"]
     lab = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8").splitlines()
-    for line in (*script["table"](marks), *script["by_operation"](marks)):
+    for line in (*script["table"](marks), *script["by_operation"](marks), *script["beside_pairs"](content)):
         assert line in lab
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     for line in script["in_short"](marks):
