@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.methods.method import SCALE, SEED
@@ -279,7 +279,7 @@ class Composition(MethodPlain):
         rules = self.allocation or ()
         averages = {name for rule in rules for name in rule.averages}
         if self.allocation is None:
-            averages = {name for names in (self.task, self.language) for name in _Side(names).averages}
+            averages = {_label(side) for side in (self.task, self.language) if len(side) > 1}
         if clash := sorted(averages & {*self.experts, *self.expert_names, *self.chains}):
             raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
         if self.allocation is not None:
@@ -433,7 +433,7 @@ class Composition(MethodPlain):
         if self.method == "adamergex":
             scale = self.parameters[SCALE.name]
             target, source = ((name,) for name in self.language)
-            summed = {_Side(self.task): self.task_weight, _Side(target): scale, _Side(source): -scale}
+            summed = {self.task: self.task_weight, target: scale, source: -scale}
             return (_blended(summed, normalize=False),)
         if self.method != "layer_swap":
             own = {p.called(in_rules=True): self.parameters[p.name] for p in find_method(self.method).own_parameters}
@@ -441,7 +441,7 @@ class Composition(MethodPlain):
         if self.partition:
             return self._partition_rules(num_layers)
         rules = [rule for stack in self.stacks(num_layers) for rule in self._zone_rules(num_layers, stack)]
-        return (*rules, self._non_layer_rule(), Rule(**_Side(self.task).owning, optional=True))
+        return (*rules, self._non_layer_rule(), _owned(self.task, optional=True))
 
     def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
         """The rules of the layers, in one stack, that go to the language expert or are blended."""
@@ -450,7 +450,7 @@ class Composition(MethodPlain):
         outer = [*range(bottom), *range(count - top, count)]
         blended = [*range(bottom, bottom + bottom_transition)]
         blended += range(count - top - top_transition, count - top)
-        rules = [Rule(**_within(stack, outer), **_Side(self.language).owning)] if outer else []
+        rules = [_owned(self.language, **_within(stack, outer))] if outer else []
         if blended:
             rules.append(self._blend(**_within(stack, blended)))
         return rules
@@ -513,25 +513,24 @@ class Composition(MethodPlain):
             # Optional: experts may adapt attention only, or some layers only, so that a rule matches nothing.
             if self.partition == "A":
                 only = {"stack": stack} if stack else {}
-                rules.append(Rule(modules=("attention",), **only, **_Side(self.language).owning, optional=True))
+                rules.append(_owned(self.language, modules=("attention",), **only, optional=True))
             if outer := [*range(first), *range(count - last, count)]:
-                rules.append(Rule(**_within(stack, outer), **_Side(outside).owning, optional=True))
+                rules.append(_owned(outside, **_within(stack, outer), optional=True))
         if isinstance(num_layers, int) or self.stack == "both" or inside == self.task:
-            return (*rules, Rule(**_Side(inside).owning, optional=True))
-        within = Rule(stack=self.stack, **_Side(inside).owning, optional=True)
-        return (*rules, within, Rule(**_Side(self.task).owning, optional=True))
+            return (*rules, _owned(inside, optional=True))
+        return (*rules, _owned(inside, stack=self.stack, optional=True), _owned(self.task, optional=True))
 
     def _non_layer_rule(self) -> Rule:
         """The rule for embeddings, heads and towers."""
         if self.outside == "average":
             return self._average_rule()
         side = self.task if self.outside == "task" else self.language
-        return Rule(layers=NO_LAYER, **_Side(side).owning, optional=True)
+        return _owned(side, layers=NO_LAYER, optional=True)
 
     def _average_rule(self) -> Rule:
         """Embeddings and heads are averaged, which the first paper found best; in a reset they come from the expert."""
         if self.language == (BASE,):
-            return Rule(layers=NO_LAYER, **_Side(self.task).owning, optional=True)
+            return _owned(self.task, layers=NO_LAYER, optional=True)
         return self._blend(layers=NO_LAYER, optional=True)
 
     def _blend(self, layers: str | None = None, stack: Stack | None = None, *, optional: bool = False) -> Rule:
@@ -541,39 +540,33 @@ class Composition(MethodPlain):
 
     def _sides(self) -> dict[_Side, float]:
         """The weight of each side; the experts of a side are averaged first."""
-        task, language = _Side(self.task), _Side(self.language)
-        if task.label == language.label:
+        if _label(self.task) == _label(self.language):
             once = not find_method(self.method).weighted and self.task_weight == self.language_weight == 1
-            return {task: 1.0 if once else self.task_weight + self.language_weight}
-        return {task: self.task_weight, language: self.language_weight}
+            return {self.task: 1.0 if once else self.task_weight + self.language_weight}
+        return {self.task: self.task_weight, self.language: self.language_weight}
 
     def _combined(self) -> dict[_Side, float]:
         """What a method combines: the two sides or, if one of them is the base, the other's experts one by one."""
         if self.language == (BASE,):
-            return {_Side((name,)): self.task_weight for name in self.task}
+            return {(name,): self.task_weight for name in self.task}
         if self.task == (BASE,):
-            return {_Side((name,)): self.language_weight for name in self.language}
+            return {(name,): self.language_weight for name in self.language}
         return self._sides()
 
 
-class _Side(NamedTuple):
-    """The experts of one side."""
+_Side = tuple[str, ...]
+"""The experts of one side."""
 
-    experts: tuple[str, ...]
 
-    @property
-    def label(self) -> str:
-        """Its name in rules."""
-        return self.experts[0] if len(self.experts) == 1 else Rule.mean_label(self.experts)
+def _label(side: _Side) -> str:
+    """A side's name in rules."""
+    return side[0] if len(side) == 1 else Rule.mean_label(side)
 
-    @property
-    def averages(self) -> dict[str, tuple[str, ...]]:
-        return {self.label: self.experts} if len(self.experts) > 1 else {}
 
-    @property
-    def owning(self) -> dict[str, Any]:
-        """The fields of a rule that gives modules to this side."""
-        return {"expert": self.label, **({"averages": self.averages} if self.averages else {})}
+def _owned(side: _Side, **fields: Any) -> Rule:
+    """The rule that gives modules to a side."""
+    averages = {"averages": {_label(side): side}} if len(side) > 1 else {}
+    return Rule(expert=_label(side), **averages, **fields)
 
 
 def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
@@ -582,8 +575,9 @@ def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
 
 
 def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
-    averages = {label: experts for side in sides for label, experts in side.averages.items()}
-    content = {"blend": {side.label: weight for side, weight in sides.items()}, **options}
+    """The rule that blends sides."""
+    averages = {_label(side): side for side in sides if len(side) > 1}
+    content = {"blend": {_label(side): weight for side, weight in sides.items()}, **options}
     return Rule.model_validate({**content, "averages": averages} if averages else content)
 
 
