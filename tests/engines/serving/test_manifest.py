@@ -102,7 +102,7 @@ def test_a_missing_manifest(tmp_path: Path) -> None:
         ("experts: {}", "experts"),
         ("experts: {a: b}\nallow: []", "allow"),
         ("experts: {a: b}\nmax_compositions: 0", "max_compositions"),
-        ("experts: {a: b}\nalow: [a]", "alow"),
+        ("experts: {a: b}\nallowed: [a]", "allowed"),
         ("allow: [a]", "experts"),
         ("experts: {a: b, a: c}", None),
         ("experts: {a: {chain: [b]}}", "experts.a.chain"),
