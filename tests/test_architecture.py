@@ -44,7 +44,7 @@ CEILINGS = {
     "core.writing": 29,
     "core": 47,  # its door
     "kit": 30,
-    "experiments.evaluation": 16,
+    "experiments.evaluation": 17,
     "core.changes": 20,
     "core.experts": 24,
     "experiments.sweeps": 13,

@@ -21,7 +21,6 @@ from adapterswap.experiments.evaluation.evaluator import (
     harness,
     preview,
     run_harness,
-    surroundings,
     tasks_to_evaluate,
 )
 from adapterswap.experiments.evaluation.requests import Answer, Request
@@ -75,11 +74,6 @@ class Exam:
             processes=processes,
             on_progress=on_progress,
         )
-
-    @staticmethod
-    def around(model: Any) -> dict[str, Any]:
-        """What answers of a model in memory depend on besides the settings."""
-        return surroundings(model)
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:

@@ -113,14 +113,14 @@ class LocalJudge:
 
     def __init__(self, prepared: PreparedSweep, device: str, dtype: str, *, processes: Processes | None = None) -> None:
         from adapterswap.core import choose_device
-        from adapterswap.experiments.evaluation.exam import Exam
+        from adapterswap.experiments.evaluation.evaluator import surroundings
 
         self._prepared, self._processes = prepared, processes
         self._device, self._dtype = choose_device(device), dtype
         self._model: Any = None
         self._composer: LiveComposer | None = None
         self._load()
-        around = Exam.around(self._model)
+        around = surroundings(self._model)
         versions = around.pop("versions")
         settings = {**prepared.described["settings"], **around}
         self.described = {**prepared.described, "settings": settings, "versions": versions}
