@@ -151,9 +151,9 @@ def write_others(language: str, file: str) -> None:
     write_pairs(NAMES[language].lower(), with_words(pairs, PAIRS_FOR_A_WORD, language), language)
 
 
-def main() -> None:
-    if sys.argv[1:]:
-        write_others(*sys.argv[1:])
+def main(*other: str) -> None:
+    if other:
+        write_others(*other)
         return
     with gzip.open(DATA / "tatoeba_english_french.tsv.gz", "rt", encoding="utf-8") as lines:
         pairs = read_pairs(lines)
@@ -172,4 +172,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
