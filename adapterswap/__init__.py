@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from adapterswap.core.experts.adapter import open_expert as open_expert
     from adapterswap.core.model.checkpoints import Checkpoint as Checkpoint
     from adapterswap.core.model.checkpoints import open_checkpoint as open_checkpoint
-    from adapterswap.core.planning.composing import compose as compose
-    from adapterswap.core.planning.composing import dare as dare
-    from adapterswap.core.planning.composing import layer_swap as layer_swap
-    from adapterswap.core.planning.composing import read_composition as read_composition
-    from adapterswap.core.planning.composing import slerp as slerp
-    from adapterswap.core.planning.composing import slice_layers as slice_layers
-    from adapterswap.core.planning.composing import soup as soup
-    from adapterswap.core.planning.composing import task_arithmetic as task_arithmetic
-    from adapterswap.core.planning.composing import ties as ties
     from adapterswap.core.planning.composition import Composition as Composition
     from adapterswap.core.planning.composition import parse_composition as parse_composition
-    from adapterswap.core.planning.making import make_plan as make_plan
+    from adapterswap.core.planning.functions import compose as compose
+    from adapterswap.core.planning.functions import dare as dare
+    from adapterswap.core.planning.functions import layer_swap as layer_swap
+    from adapterswap.core.planning.functions import read_composition as read_composition
+    from adapterswap.core.planning.functions import slerp as slerp
+    from adapterswap.core.planning.functions import slice_layers as slice_layers
+    from adapterswap.core.planning.functions import soup as soup
+    from adapterswap.core.planning.functions import task_arithmetic as task_arithmetic
+    from adapterswap.core.planning.functions import ties as ties
     from adapterswap.core.planning.mergekit import MergekitMerge as MergekitMerge
     from adapterswap.core.planning.mergekit import read_mergekit as read_mergekit
     from adapterswap.core.planning.plan import Plan as Plan
+    from adapterswap.core.planning.planner import make_plan as make_plan
     from adapterswap.core.planning.rules import Rule as Rule
     from adapterswap.core.writing.adapter import write_adapter as write_adapter
     from adapterswap.core.writing.weights import merge as merge
@@ -92,32 +92,32 @@ _HOME = {
     "TrainReport": "experiments.training",
     "Verification": "tools.recorded",
     "analyze": "experiments.analysis.analysis",
-    "compose": "core.planning.composing",
+    "compose": "core.planning.functions",
     "convert": "tools.conversion",
-    "dare": "core.planning.composing",
+    "dare": "core.planning.functions",
     "diff": "tools.comparison",
     "evaluate": "experiments.evaluation.subjects",
     "export": "engines.gguf.export",
     "extract": "tools.extraction",
     "inspect": "tools.inspection",
-    "layer_swap": "core.planning.composing",
-    "make_plan": "core.planning.making",
+    "layer_swap": "core.planning.functions",
+    "make_plan": "core.planning.planner",
     "merge": "core.writing.weights",
     "open_adapter": "core.experts.adapter",
     "open_checkpoint": "core.model.checkpoints",
     "open_expert": "core.experts.adapter",
     "parse_composition": "core.planning.composition",
-    "read_composition": "core.planning.composing",
+    "read_composition": "core.planning.functions",
     "read_mergekit": "core.planning.mergekit",
     "report": "experiments.reporting.output",
-    "slerp": "core.planning.composing",
-    "slice_layers": "core.planning.composing",
-    "soup": "core.planning.composing",
+    "slerp": "core.planning.functions",
+    "slice_layers": "core.planning.functions",
+    "soup": "core.planning.functions",
     "suggest": "experiments.analysis.suggestion",
     "suggest_owners": "experiments.analysis.dominance",
     "sweep": "experiments.sweeps",
-    "task_arithmetic": "core.planning.composing",
-    "ties": "core.planning.composing",
+    "task_arithmetic": "core.planning.functions",
+    "ties": "core.planning.functions",
     "train": "experiments.training",
     "verify": "tools.verification",
     "write_adapter": "core.writing.adapter",

@@ -86,8 +86,8 @@ def truncation() -> None:
     import torch
     from peft import get_peft_model
 
+    from adapterswap.core.changes.factors import Factors
     from adapterswap.core.changes.joint import Joint, mixed
-    from adapterswap.core.changes.reading import Factors
 
     for out, into in ((4096, 4096), (14336, 4096)):
         generator = torch.Generator().manual_seed(0)

@@ -120,7 +120,7 @@ class Prefixes:
 
 def make_world(folder: Path) -> tuple[LiveComposer, Any]:
     """A random base with two random experts loaded, its tokenizer, and the task in folder/tasks."""
-    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.core.model.opened_base import OpenedBase
 
     random_llama(folder / "base", **SHAPE)
     byte_tokenizer().save_pretrained(folder / "base")

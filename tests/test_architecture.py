@@ -16,7 +16,7 @@ from adapterswap import core
 
 ROOT = Path(adapterswap.__file__).parent
 WINGS = {
-    "kit": ("errors", "dependencies", "progress", "processes", "files", "style"),
+    "kit": ("errors", "dependencies", "progress", "processes", "files", "hub", "style"),
     "core": ("companions", "model", "experts", "changes", "methods", "planning", "writing"),
     "engines": ("live", "gguf", "serving"),
     "tools": (),
@@ -38,17 +38,17 @@ ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for
 
 # Names that cross the walls of each room. A number here only falls: lower it when a change makes fewer names public.
 CEILINGS = {
-    "core.model": 48,
+    "core.model": 45,
     "kit.files": 48,
-    "core.planning": 38,
+    "core.planning": 37,
     "core.writing": 29,
     "core": 47,  # its door
-    "kit": 30,
+    "kit": 29,
     "experiments.evaluation": 17,
     "core.changes": 20,
-    "core.experts": 24,
+    "core.experts": 21,
     "experiments.sweeps": 13,
-    "core.methods": 17,
+    "core.methods": 14,
     "core.companions": 12,
     "engines.serving": 9,
     "experiments.reporting": 7,
@@ -136,7 +136,7 @@ def test_few_names_cross_a_wall() -> None:
 
 
 # Names of the core that experiments and the command line import past its door. It only falls.
-PAST_THE_DOOR = 48
+PAST_THE_DOOR = 39
 
 
 def test_applications_use_the_cores_door() -> None:

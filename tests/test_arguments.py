@@ -13,8 +13,7 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition, Rule
-from adapterswap.core.planning.models import Method
-from adapterswap.experiments.sweeps.families import Family
+from adapterswap.experiments.sweeps.families import Family, Method
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.training.recipe import TrainingOptions
 from adapterswap.kit.errors import (

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap import AdapterswapError
 from adapterswap.core.experts.parts import compare_shapes
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.engines.live import load_expert
 from adapterswap.kit.errors import Problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
@@ -22,14 +22,10 @@ from adapterswap.cli.output import (
     working,
 )
 from adapterswap.cli.signature import declare
-from adapterswap.core import ModelConfig, format_layers
-from adapterswap.core.model.layers import Depth, ModuleName, has_both_stacks
+from adapterswap.core import format_layers
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from adapterswap.core import Adapter, Checkpoint, StoredTensor
-    from adapterswap.core.experts.parts import FullModule, OpaqueModule
+    from adapterswap.core import Adapter, Checkpoint
     from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
@@ -97,20 +93,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
-    has_stacks = has_both_stacks(adapter.container)
-    rows: list[tuple[Any, ...]] = []
-    for m in adapter.modules.values():
-        numbers = (m.rank, f"{m.alpha:g}", f"{m.scale:.6g}", f"{m.out_features} × {m.in_features}", m.dtype)
-        rows.append((_within(m.name, m.layer, has_stacks), m.kind, m.layer, *numbers))
-    heads = ("module", "kind", "layers", "rank", "α", "s", "out × in", "dtype")
-    tables = [_table(*heads, rows=rows)] if rows else []
-    groups: list[tuple[str, list[Any]]] = [
-        (config.title, [*adapter.opaque.values()]),
-        ("trained in full", whole),
-        ("trained tokens", [*adapter.tokens.values()]),
-    ]
-    tables += [_tensor_table(title, parts, has_stacks=has_stacks) for title, parts in groups if parts]
-    print_table(*tables)
+    _print_tables(inspection)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)
         echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
@@ -121,58 +104,44 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
     pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
     echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
     echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
-    rows: list[tuple[Any, ...]] = []
-    for m in adapter.modules.values():
-        name = m.name if m.layer is None else m.name.removeprefix(f"blk.{m.layer}.")
-        rows.append((name, m.kind, m.layer, m.rank, f"{m.out_features} × {m.in_features}", m.dtype))
-    print_table(_table("module", "kind", "layers", "rank", "out × in", "dtype", rows=rows))
+    _print_tables(inspection)
 
 
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     parameters = model.parameters.values()
-    layers = ModelConfig(model.config).stacked_layers
-    depth = f", {Depth(layers)} layers" if layers is not None else ""
+    depth = f", {inspection.depth} layers" if inspection.depth is not None else ""
     echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
     size, shards = human_bytes(inspection.nbytes), len(model.shards)
     total = inspection.num_parameters
     echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
-    print_table(_tensor_table("tensor", parameters, has_stacks=has_both_stacks(model.container)))
+    _print_tables(inspection)
 
 
-def _table(*heads: str, rows: Iterable[tuple[Any, ...]]) -> Table:
-    """A table of names, kinds, layers and the rest; those that differ only by their layer share a row."""
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for name, kind, layer, *rest in rows:
-        groups.setdefault((name, kind, *rest), []).extend([] if layer is None else [layer])
-    joined = [(name, kind, format_layers(layers), *rest) for (name, kind, *rest), layers in groups.items()]
-    return table(*heads, rows=joined, left=len(heads))
+_NUMBERS: dict[str, Callable[[Any], str]] = {"α": "{:g}".format, "s": "{:.6g}".format}
 
 
-def _tensor_table(title: str, parts: Iterable[FullModule | OpaqueModule | StoredTensor], *, has_stacks: bool) -> Table:
-    """A table of whole tensors, with the size of each row's together."""
-    from adapterswap.core import StoredTensor
+def _print_tables(inspection: Inspection) -> None:
+    """A table of each kind of part; parts that differ only by their layer share a row, with their size together."""
+    made = []
+    for title, parts in inspection.tables.items():
+        layers: dict[tuple[str, ...], list[int]] = {}
+        sizes: Counter[tuple[str, ...]] = Counter()
+        for part in parts:
+            row = (part.name, part.kind, *(_NUMBERS.get(head, _cell)(value) for head, value in part.values.items()))
+            layers.setdefault(row, []).extend([] if part.layer is None else [part.layer])
+            sizes[row] += part.nbytes or 0
+        sized = parts[0].nbytes is not None
+        heads = (title, "kind", "layers", *parts[0].values, *(["size"] if sized else []))
+        rows = [
+            (*row[:2], format_layers(group), *row[2:], *([human_bytes(sizes[row])] if sized else []))
+            for row, group in layers.items()
+        ]
+        made.append(table(*heads, rows=rows, left=len(heads)))
+    print_table(*made)
 
-    rows: list[tuple[tuple[str, ...], int | None]] = []
-    sizes: Counter[tuple[str, ...]] = Counter()
-    for part in parts:
-        tensors = {"": part.tensor} if isinstance(part, StoredTensor) else part.tensors
-        for last, tensor in tensors.items():
-            name = f"{part.name}.{last}".removesuffix(".")
-            shape = " × ".join(map(str, tensor.shape)) or "–"
-            row = (_within(name, part.layer, has_stacks), part.kind, shape, tensor.dtype)
-            sizes[row] += tensor.nbytes
-            rows.append((row, part.layer))
-    sized = [(*row[:2], layer, *row[2:], human_bytes(sizes[row])) for row, layer in rows]
-    return _table(title, "kind", "layers", "shape", "dtype", "size", rows=sized)
 
-
-def _within(name: str, layer: int | None, has_stacks: bool) -> str:
-    """The part of a name after its layer; in a model with two stacks, with the stack in front."""
-    if layer is None:
-        return name
-    return (
-        f"{ModuleName(name).stack} {ModuleName(name).within(layer)}" if has_stacks else ModuleName(name).within(layer)
-    )
+def _cell(value: Any) -> str:
+    return (" × ".join(map(str, value)) or "–") if isinstance(value, tuple) else str(value)
 
 
 @declare("slice")
@@ -229,9 +198,9 @@ def _loaded_bytes(adapter: Adapter) -> int:
     """The size in bytes of what PEFT loads: a file can hold modules that its config does not target."""
     lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b))
     copies = (module.base for module in adapter.factors.values())
-    others: list[OpaqueModule | FullModule] = [*adapter.opaque.values(), *adapter.saved.values()]
-    tensors = (tensor for module in others for tensor in module.tensors.values())
-    return sum(tensor.nbytes for tensor in (*lora, *copies, *tensors) if tensor is not None)
+    opaque = (tensor for module in adapter.opaque.values() for tensor in module.tensors.values())
+    saved = (tensor for module in adapter.saved.values() for tensor in module.tensors.values())
+    return sum(tensor.nbytes for tensor in (*lora, *copies, *opaque, *saved) if tensor is not None)
 
 
 @declare("convert")

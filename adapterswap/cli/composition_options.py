@@ -154,7 +154,7 @@ def any_plan_from_options(options: dict[str, Any], *, recipe: str | None = None,
 
 def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None = None) -> Plan:
     """The plan of the adapter at `path`, or of the composition that a recipe at `path` or the options describe."""
-    from adapterswap.core.planning.composing import adapter_plan
+    from adapterswap.core.planning.functions import adapter_plan
 
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)

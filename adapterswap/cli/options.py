@@ -2,7 +2,7 @@
 
 A leading `~` is the home folder, even if the shell did not expand it (`--out-path=~/x`). Hub ids stay as they are.
 Completion reads the names of folders and the list of shipped recipes, but opens no file. Nothing here imports torch, so
---help stays fast; `model.loading.choose_device` checks the name of a device.
+--help stays fast; `model.opened_base.choose_device` checks the name of a device.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from adapterswap.core.model.sources import HubFailure
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError, reason_of
 from adapterswap.kit.files.text import expand
+from adapterswap.kit.hub import HubFailure
 
 
 def check_repository(repo: str) -> None:

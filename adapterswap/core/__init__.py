@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from adapterswap.core.model.checkpoints import Checkpoint as Checkpoint
     from adapterswap.core.model.checkpoints import StoredTensor as StoredTensor
     from adapterswap.core.model.checkpoints import open_checkpoint as open_checkpoint
+    from adapterswap.core.model.layers import Depth as Depth
     from adapterswap.core.model.layers import Kind as Kind
     from adapterswap.core.model.layers import ModelConfig as ModelConfig
     from adapterswap.core.model.layers import check_one_list as check_one_list
     from adapterswap.core.model.layers import format_layers as format_layers
-    from adapterswap.core.model.layers import known_depth as known_depth
     from adapterswap.core.model.layers import parse_layers as parse_layers
-    from adapterswap.core.model.loading import OpenedBase as OpenedBase
-    from adapterswap.core.model.loading import choose_device as choose_device
+    from adapterswap.core.model.opened_base import OpenedBase as OpenedBase
+    from adapterswap.core.model.opened_base import choose_device as choose_device
     from adapterswap.core.planning.alignment import aligned as aligned
     from adapterswap.core.planning.base import check_base_weights as check_base_weights
     from adapterswap.core.planning.checks import check_names as check_names
-    from adapterswap.core.planning.composing import compose as compose
-    from adapterswap.core.planning.composing import layer_swap as layer_swap
-    from adapterswap.core.planning.composing import read_composition as read_composition
-    from adapterswap.core.planning.composing import slice_layers as slice_layers
-    from adapterswap.core.planning.composing import soup as soup
-    from adapterswap.core.planning.composing import task_arithmetic as task_arithmetic
     from adapterswap.core.planning.composition import ZONES as ZONES
     from adapterswap.core.planning.composition import Composition as Composition
     from adapterswap.core.planning.composition import Partition as Partition
     from adapterswap.core.planning.describe import error_text as error_text
-    from adapterswap.core.planning.making import make_plan as make_plan
+    from adapterswap.core.planning.functions import compose as compose
+    from adapterswap.core.planning.functions import layer_swap as layer_swap
+    from adapterswap.core.planning.functions import read_composition as read_composition
+    from adapterswap.core.planning.functions import slice_layers as slice_layers
+    from adapterswap.core.planning.functions import soup as soup
+    from adapterswap.core.planning.functions import task_arithmetic as task_arithmetic
     from adapterswap.core.planning.names import ExpertName as ExpertName
     from adapterswap.core.planning.places import Place as Place
     from adapterswap.core.planning.places import Places as Places
     from adapterswap.core.planning.plan import Plan as Plan
+    from adapterswap.core.planning.planner import make_plan as make_plan
     from adapterswap.core.planning.rules import BASE as BASE
     from adapterswap.core.planning.rules import Rule as Rule
     from adapterswap.core.planning.targets import Target as Target
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from adapterswap.core.writing.adapter import write_adapter as write_adapter
     from adapterswap.core.writing.outputs import Form as Form
     from adapterswap.core.writing.records import SourceRecord as SourceRecord
-    from adapterswap.core.writing.streaming import ModelForm as ModelForm
+    from adapterswap.core.writing.stream import ModelForm as ModelForm
     from adapterswap.core.writing.weights import prepare_model as prepare_model
 
 _HOME = {
@@ -66,15 +66,15 @@ _HOME = {
     "StoredTensor": "model.checkpoints",
     "open_checkpoint": "model.checkpoints",
     "Base": "model.base",
-    "OpenedBase": "model.loading",
-    "choose_device": "model.loading",
+    "OpenedBase": "model.opened_base",
+    "choose_device": "model.opened_base",
     "aligned": "planning.alignment",
     # Layers
     "Kind": "model.layers",
     "ModelConfig": "model.layers",
     "check_one_list": "model.layers",
     "format_layers": "model.layers",
-    "known_depth": "model.layers",
+    "Depth": "model.layers",
     "parse_layers": "model.layers",
     # Requests
     "Composition": "planning.composition",
@@ -91,13 +91,13 @@ _HOME = {
     "find_method": "methods.registry",
     # Plans
     "Plan": "planning.plan",
-    "compose": "planning.composing",
-    "layer_swap": "planning.composing",
-    "read_composition": "planning.composing",
-    "slice_layers": "planning.composing",
-    "soup": "planning.composing",
-    "task_arithmetic": "planning.composing",
-    "make_plan": "planning.making",
+    "compose": "planning.functions",
+    "layer_swap": "planning.functions",
+    "read_composition": "planning.functions",
+    "slice_layers": "planning.functions",
+    "soup": "planning.functions",
+    "task_arithmetic": "planning.functions",
+    "make_plan": "planning.planner",
     "Target": "planning.targets",
     "check_names": "planning.checks",
     "check_base_weights": "planning.base",
@@ -108,7 +108,7 @@ _HOME = {
     "write_adapter": "writing.adapter",
     "Form": "writing.outputs",
     "SourceRecord": "writing.records",
-    "ModelForm": "writing.streaming",
+    "ModelForm": "writing.stream",
     "prepare_model": "writing.weights",
 }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,12 @@ def reason_of(error: BaseException) -> str:
     """A library's error in one short line."""
     reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
     return reason if len(reason) <= _REASON else f"{reason[: _REASON - 1]}…"
+
+
+def and_more(names: Sequence[str], at_most: int = 1) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return f"{', '.join(names[:at_most])}{more}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:

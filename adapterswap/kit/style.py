@@ -146,6 +146,38 @@ class Style:
         look = {"facecolor": "white", "edgecolor": self.grey, "hatch": self.hatch, **more}
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, linewidth=0, **look))
 
+    def legend_shape(
+        self, names: Sequence[str], width: float, *, cut: int, inches: float, room: float
+    ) -> tuple[int, int]:
+        """The number of columns that fit, and the number of lines of text that they take.
+
+        Args:
+            names: the entries, which are wrapped at `cut` characters.
+            width: of the figure, in inches.
+            inches: the width of a character.
+            room: the width of a line and the space around it, in inches.
+        """
+        labels = [self.wrapped(name, cut) for name in names]
+        widest = max(max(map(len, label.split("\n"))) for label in labels) * inches + room
+        columns = max(1, min(len(names), int((width - 0.1) / widest)))
+        tallest = max(label.count("\n") + 1 for label in labels)
+        return columns, -(-len(names) // columns) * tallest
+
+    @staticmethod
+    def wrapped(text: str, characters: int) -> str:
+        """A name wrapped at `characters`, in three lines at most; the rest is cut."""
+        lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]
+        if len(lines) > _CUT:
+            lines = [*lines[: _CUT - 1], f"{lines[_CUT - 1][: max(3, characters - 1)]}…"]
+        return "\n".join(lines)
+
+    @staticmethod
+    def readable_on(rgba: Sequence[float]) -> str:
+        """Black or white, whichever is easier to read on the colour `rgba` (by WCAG's relative luminance)."""
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
+
     def save(self, figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
         """Write `name` in each format; returns the files' names."""
         names = [f"{name}.{suffix}" for suffix in formats]
@@ -171,30 +203,6 @@ class Style:
 STYLE = Style()
 
 
-def legend_shape(names: Sequence[str], width: float, *, cut: int, inches: float, room: float) -> tuple[int, int]:
-    """The number of columns that fit, and the number of lines of text that they take.
-
-    Args:
-        names: the entries, which are wrapped at `cut` characters.
-        width: of the figure, in inches.
-        inches: the width of a character.
-        room: the width of a line and the space around it, in inches.
-    """
-    labels = [wrapped(name, cut) for name in names]
-    widest = max(max(map(len, label.split("\n"))) for label in labels) * inches + room
-    columns = max(1, min(len(names), int((width - 0.1) / widest)))
-    tallest = max(label.count("\n") + 1 for label in labels)
-    return columns, -(-len(names) // columns) * tallest
-
-
-def wrapped(text: str, characters: int) -> str:
-    """A name wrapped at `characters`, in three lines at most; the rest is cut."""
-    lines = textwrap.wrap(shown(text), max(4, characters), break_on_hyphens=True) or [""]
-    if len(lines) > _CUT:
-        lines = [*lines[: _CUT - 1], f"{lines[_CUT - 1][: max(3, characters - 1)]}…"]
-    return "\n".join(lines)
-
-
 def shown(text: str) -> str:
     """`text` with characters that the fonts lack replaced by their codes, such as U+1234."""
     return "".join(c if c.isascii() or _covered(ord(c)) else f"U+{ord(c):04X}" for c in printable(text))
@@ -210,10 +218,3 @@ def _covered(code: int) -> bool:
 
 def _fonts() -> list[str]:
     return ["DejaVu Sans"]  # comes with matplotlib, so figures look the same everywhere
-
-
-def readable_on(rgba: Sequence[float]) -> str:
-    """Black or white, whichever is easier to read on the colour `rgba` (by WCAG's relative luminance)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"

@@ -18,21 +18,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, of_kind
-from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import Factors
+from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter, open_adapter
-from adapterswap.core.experts.parts import LoraModule, and_more
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import format_layers
 from adapterswap.core.model.sources import WEIGHTS
-from adapterswap.core.planning.composing import compose
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.functions import compose
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.outputs import map_in_threads
-from adapterswap.core.writing.resolving import Resolved
-from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, UnsupportedError
+from adapterswap.core.writing.resolution import Resolved
+from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.numbers import Dtype, row_ranges
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.beside import Beside, beside_adapter, beside_model

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.joint import Joint, cosine
-from adapterswap.core.changes.reading import Factors
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter, open_expert

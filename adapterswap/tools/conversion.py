@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter
+from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.config import version_of
 from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
@@ -29,12 +29,12 @@ from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.depth import least_depth
-from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.writing.adapter import COMPOSED, prepare
-from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.outputs import Form
+from adapterswap.core.writing.peft_config import Shape, adapter_config
 from adapterswap.core.writing.records import CompositionRecord
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -52,6 +52,8 @@ from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import expand, read_json, shown, write_json
 from adapterswap.tools.comparison import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
+
+PICKLED = "adapter_model.bin"
 
 _CURRENT = "0.19.0"  # the first version of PEFT with today's layout
 
@@ -206,7 +208,7 @@ def convert(
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
     base_model = None if base_model is None else str(base_model)
     COMPOSED.check(out_path, overwrite=overwrite, inputs=[adapter, base_model])
-    source = Source.find(adapter, ADAPTER_FILES, what="adapter", parameter="adapter")
+    source = Source.of_adapter(adapter, parameter="adapter")
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         lora = _as_lora(replace(source, folder=folder), str(adapter), place, form, base_model, progress)

@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.reading import Factors
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Weight, empty_model
-from adapterswap.core.writing.layout import Shape, adapter_config
 from adapterswap.core.writing.outputs import Spool
+from adapterswap.core.writing.peft_config import Shape, adapter_config
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ArgumentError, Problems, UnsupportedError, check_type
 from adapterswap.kit.files.numbers import Dtype

@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.kinds import Whole, of_kind
-from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import Factors
+from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys, canonical_key
-from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.dequantizing import load_dense
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.dequantization import load_dense
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
-from adapterswap.core.writing.layout import Shape, adapter_config
+from adapterswap.core.writing.peft_config import Shape, adapter_config
 from adapterswap.core.writing.reduction import approximate
-from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, reason_of
+from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, and_more, reason_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import read_json, write_json

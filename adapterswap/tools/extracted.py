@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.changes.reading import Factors
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint

@@ -25,8 +25,8 @@ from adapterswap.core.planning.base import check_base_weights
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.cards import extracted_card
-from adapterswap.core.writing.layout import Shape, adapter_config, check_base_name
 from adapterswap.core.writing.outputs import Spool, torch_threads
+from adapterswap.core.writing.peft_config import Shape, adapter_config, check_base_name
 from adapterswap.core.writing.records import ExtractionRecord, SourceRecord
 from adapterswap.kit.errors import ArgumentError, ExpertError
 from adapterswap.kit.files.folders import CARD
@@ -346,7 +346,7 @@ def _device(name: str) -> Any:
     MPS has no float64, which norms are summed in. Its SVD is not used either: the reported errors depend on it, and it
     was never tested (for the first one, of PyTorch 2.14, see issue 196112).
     """
-    from adapterswap.core.model.loading import choose_device
+    from adapterswap.core.model.opened_base import choose_device
 
     device = choose_device(name)
     return "cpu" if device.type == "mps" else device

@@ -13,11 +13,12 @@ from adapterswap.core.companions.companions import Companions
 from adapterswap.core.experts.adapter import Adapter, open_expert
 from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import Kind, ModelConfig, ModuleName, layer_container
+from adapterswap.core.model.layers import Depth, Kind, ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
 from adapterswap.kit.files.tensorfile import Tensor
+from adapterswap.tools.tables import Row, tables
 
 if TYPE_CHECKING:
     from adapterswap.core.writing.records import CompositionRecord
@@ -55,6 +56,17 @@ class Inspection:
         if isinstance(self.expert, Checkpoint):
             return tuple(self.expert.parameters.values())
         return tuple((self.expert.parts if isinstance(self.expert, Adapter) else self.expert.modules).values())
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """The parts by what they are, for a reader; see `tools.tables`."""
+        return tables(self.expert)
+
+    @property
+    def depth(self) -> Depth | None:
+        """How many layers the config of a checkpoint says that it has; None if it does not say, and for adapters."""
+        layers = ModelConfig(self.expert.config).stacked_layers if isinstance(self.expert, Checkpoint) else None
+        return None if layers is None else Depth(layers)
 
     @property
     def num_parameters(self) -> int:
@@ -152,7 +164,7 @@ class Inspection:
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
             "model_type": model.config.get("model_type"),
-            "num_layers": ModelConfig(model.config).stacked_layers,
+            "num_layers": self.depth and self.depth.num_layers,
             "parameters": self.num_parameters,
             "bytes": self.nbytes,
             "shards": [{"name": shard.path.name, "bytes": shard.size} for shard in model.shards],

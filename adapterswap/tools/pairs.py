@@ -19,11 +19,11 @@ from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
 from adapterswap.core.model.layers import (
     NO_LAYER,
+    Depth,
     ModelConfig,
     ModuleName,
     check_one_list,
     format_layers,
-    known_depth,
     parse_layers,
 )
 from adapterswap.core.planning.rules import Rule
@@ -221,7 +221,7 @@ def pair(
     except AdapterswapError as error:
         raise error.recast(parameter="base_model") from None
     tuned_side, side = _sides(full, base)
-    num_layers = known_depth(num_layers, base.name, "Pass another base")
+    num_layers = Depth.known(num_layers, base.name, "Pass another base")
     problems = Problems(BaseModelError)
     towers: Mapping[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.sources import CONFIG, Reference, Source, base_fingerprints
@@ -158,7 +157,7 @@ def _find_base(
     local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
     for place in [base_model] if base_model is not None else [recorded.reference, *local]:
         if place is not None and (base_model is not None or recorded.reference or os.path.isdir(expand(place))):
-            return SourceRecord.of_base(Source.find(place, [MODEL_CONFIG], what="base model"))
+            return SourceRecord.of_base(Source.of_base(place))
     return None
 
 

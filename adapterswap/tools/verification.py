@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.experts.adapter import ADAPTER_FILES, PICKLED, Adapter, open_adapter, open_expert
+from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint, read_shards
 from adapterswap.core.model.sources import (
     CONFIG,
@@ -32,7 +32,7 @@ from adapterswap.core.model.sources import (
     check_format,
 )
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
@@ -48,6 +48,7 @@ from adapterswap.kit.files.tensorfile import TensorFile, open_files
 from adapterswap.kit.files.text import read_json
 from adapterswap.tools.attribution import Attribution, attribute, check_precision
 from adapterswap.tools.comparison import equal_bytes
+from adapterswap.tools.conversion import PICKLED
 from adapterswap.tools.extracted import verify_extracted
 from adapterswap.tools.recorded import (
     Verification,
@@ -181,7 +182,7 @@ def verify(
     base_model = None if base_model is None else str(base_model)
     if GgufFile.is_gguf(path):
         return _verify_gguf(path, experts or {}, base_model)
-    folder = Source.find(path, ADAPTER_FILES, what="adapter or model", parameter="path").folder
+    folder = Source.of_adapter(path, what="adapter or model", parameter="path").folder
     if not os.path.exists(folder / WEIGHTS):
         folder = Checkpoint.find(path, what="model", parameter="path").folder
     is_trained = os.path.exists(folder / TRAINING_RECORD) and not os.path.exists(folder / PROVENANCE)
@@ -271,7 +272,7 @@ def _changed_files(
     changed, located = {}, {}
     for name, source in sources.items():
         if (reference := source_paths.get(name) or source.reference) is not None:
-            located[name] = found = Source.find(reference, ADAPTER_FILES, what="adapter", parameter="experts")
+            located[name] = found = Source.of_adapter(reference, parameter="experts")
             present = [file for file in (weights, CONFIG) if os.path.exists(found.folder / file)]
             hashes = {file: sha256_of(found.folder / file) for file in present}
             if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
@@ -353,7 +354,7 @@ def _write_adapter(
 def _write_model(
     record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
-    from adapterswap.core.writing.streaming import ModelForm
+    from adapterswap.core.writing.stream import ModelForm
     from adapterswap.core.writing.weights import prepare_model
 
     plan = make_plan(composition, opened, recorded=True)

@@ -28,7 +28,7 @@ from adapterswap.experiments.lab.scenes import SCENES, language_rows, math_rows
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.sweeps import Run, SweepRecipe, sweep
 from adapterswap.experiments.training import TrainRecipe, train
-from adapterswap.kit.style import STYLE, readable_on
+from adapterswap.kit.style import STYLE
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -72,7 +72,7 @@ def _write_numbers(axes: Any, table: FractionTable) -> None:
     """Write every share in its cell, as in the paper's appendix."""
     image = axes.images[0]
     for (layer, module), value in table.cells.items():
-        colour = readable_on(image.cmap(image.norm(value)))
+        colour = STYLE.readable_on(image.cmap(image.norm(value)))
         axes.text(
             table.modules.index(module),
             layer,

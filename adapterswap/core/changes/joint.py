@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.reading import Factors
+from adapterswap.core.changes.factors import Factors
 
 Matrix = npt.NDArray[np.floating]
 Core = npt.NDArray[np.float64]

@@ -12,33 +12,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
+from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.config import AdapterConfig
 from adapterswap.core.experts.held import Held
 from adapterswap.core.experts.keys import KINDS, TRAINABLE_TOKENS, TRAINED_TOKENS, sort_keys
-from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part, and_more
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
-from adapterswap.core.model.layers import KeptLayers, ModuleName, layer_container
-from adapterswap.core.model.sources import CONFIG, MODEL_WEIGHTS, PROVENANCE, TRAINING_RECORD, WEIGHTS, Records, Source
-from adapterswap.kit.errors import ExpertError, NotFoundError, Problems, UnsupportedError
+from adapterswap.core.model.layers import KeptLayers, ModuleName, has_both_stacks, layer_container
+from adapterswap.core.model.sources import CONFIG, MODEL_WEIGHTS, WEIGHTS, Records, Source
+from adapterswap.kit.errors import ExpertError, NotFoundError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.tensorfile import TensorFile
 
 if TYPE_CHECKING:
     from adapterswap.core.model.base import Base
-
-PICKLED = "adapter_model.bin"  # what `convert` reads
-
-# The files to fetch from the Hub. If there are no weights, pickles or an index explain why.
-ADAPTER_FILES = [
-    WEIGHTS,
-    CONFIG,
-    PROVENANCE,
-    TRAINING_RECORD,
-    "adapter_model*.bin",
-    "*.index.json",
-    "README.md",
-    *COMPANION_FILES,
-]
 
 
 @dataclass(frozen=True)
@@ -130,6 +116,11 @@ class Adapter:
     def tokens(self) -> Mapping[str, FullModule]:
         """The embeddings and heads with single trained rows (`trainable_token_indices`), by name."""
         return {name: part for name, part in self.saved.items() if part.rows}
+
+    @property
+    def has_both_stacks(self) -> bool:
+        """Whether its list of layers stands for both an encoder's and a decoder's."""
+        return has_both_stacks(self.container)
 
     def with_parts(self, parts: Iterable[Part], container: str | None) -> Adapter:
         """The adapter with other parts, in their order; `container` is their list of layers."""
@@ -250,7 +241,7 @@ def open_adapter(reference: str | Path) -> Adapter:
         UnsupportedError: it is sharded or pickled, or is a kind of adapter that cannot be composed exactly.
         AdapterswapError: several of these, reported together.
     """
-    return Adapter.read(Source.find(reference, ADAPTER_FILES, what="adapter", parameter="reference"))
+    return Adapter.read(Source.of_adapter(reference, parameter="reference"))
 
 
 def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
@@ -282,7 +273,7 @@ def open_expert(reference: str | Path) -> Adapter | Checkpoint:
         ExpertError: the folder holds neither, or both.
         NotFoundError, ExpertError, UnsupportedError: see `open_adapter` and `open_checkpoint`.
     """
-    source = Source.find(reference, [*ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
+    source = Source.of_expert(reference)
     folder = source.folder
     if not os.path.exists(folder / CONFIG) and os.path.exists(folder / MODEL_CONFIG):
         if source.revision is None:

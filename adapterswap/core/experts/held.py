@@ -28,7 +28,7 @@ from adapterswap.core.experts.keys import (
     SortedKeys,
     misnamed,
 )
-from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part, and_more
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.layers import ModuleName
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Reference
 from adapterswap.kit.errors import (
@@ -39,6 +39,7 @@ from adapterswap.kit.errors import (
     NotFoundError,
     Problems,
     UnsupportedError,
+    and_more,
 )
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 

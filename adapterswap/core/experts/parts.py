@@ -7,7 +7,7 @@ reported once: as a difference of the hidden size if possible, else as the first
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -235,12 +235,6 @@ def compare_shapes(
     more = f"; {len(differing) - 1} more modules differ" if len(differing) > 1 else ""
     message = f"{first} is {ours[first]} in {one}, but {theirs[first]} in {other}{more}"
     problems.add(message, remedy, parameter=parameter, kind=kind)
-
-
-def and_more(names: Sequence[str], at_most: int = 1) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return f"{', '.join(names[:at_most])}{more}"
 
 
 _MATRIX = re.compile(r"(\d+)×(\d+)")

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.core.experts.keys import canonical_key, misnamed
-from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.base import empty_model
 from adapterswap.core.model.sources import Reference
-from adapterswap.kit.errors import ExpertError, UnsupportedError, reason_of
+from adapterswap.kit.errors import ExpertError, UnsupportedError, and_more, reason_of
 from adapterswap.kit.files.tensorfile import TensorFile
 
 

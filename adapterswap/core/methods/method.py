@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     Arrays = Mapping[str, npt.NDArray[np.float32]]
+    Pair = tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]  # B (out×r) and A (r×in)
+    Pairs = Mapping[str, Pair]
 
 
 LARGEST = 1e9  # bound of weights and factors, so that no sum of them overflows
@@ -114,6 +116,7 @@ class Method:
         weighted: experts may have weights; otherwise all count the same.
         sides: the minimum and maximum number of experts (an average counts as one); None means no maximum.
         needs_factors: it needs LoRA's factors, so full checkpoints are refused.
+        on_cores: its result lies in the joint space of the experts' factors, so that it needs no dense ΔW.
         counts_absent: an expert that does not change a module takes part with ΔW = 0; otherwise it is left out.
         in_rules: a rule's blend may use it. In rules, soups and task arithmetic are called `linear`.
         as_composition: a whole composition may use it.
@@ -132,6 +135,7 @@ class Method:
     weighted: ClassVar[bool] = True
     sides: ClassVar[tuple[int, int | None]] = (1, None)
     needs_factors: ClassVar[bool] = False
+    on_cores: ClassVar[bool] = False
     counts_absent: ClassVar[bool] = False
     in_rules: ClassVar[bool] = True
     as_composition: ClassVar[bool] = True
@@ -167,6 +171,22 @@ class Method:
         if self.acts_on == "weights":
             return "no"
         return "exact" if self.exact_in_adapters({p.name: p.default for p in self.parameters}) else "reduced"
+
+    def combine(
+        self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
+    ) -> npt.NDArray[np.float32]:
+        """The merged ΔW of one module; see `NonlinearMethod.combine`. Weighted sums are computed without it."""
+        raise NotImplementedError(self.name)
+
+    def combine_factors(self, pairs: Pairs, weights: Mapping[str, float], settings: MethodSettings) -> Pair:
+        """The factors of the merged ΔW, for methods `on_cores`; see `CoreMethod.combine_factors`."""
+        raise NotImplementedError(self.name)
+
+    def coefficients(
+        self, gram: npt.NDArray[np.float64], weights: Sequence[float], settings: MethodSettings
+    ) -> Sequence[float]:
+        """The coefficients of the sides' ΔW, for methods that span; see `SpanMethod.coefficients`."""
+        raise NotImplementedError(self.name)
 
     @property
     def own_parameters(self) -> tuple[Parameter, ...]:

@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from adapterswap.core.changes.joint import Joint
+    from adapterswap.core.methods.method import Pair, Pairs
 
     Array = npt.NDArray[np.float32]
     Core = npt.NDArray[np.float64]
     Cores = Mapping[str, Core]
-    Pair = tuple[npt.NDArray[np.floating[Any]], npt.NDArray[np.floating[Any]]]
-    Pairs = Mapping[str, Pair]
 
 
 # Directions below this share of the largest singular value count as none: for ΔW, which may be rounded to float32, and
@@ -38,6 +37,7 @@ class CoreMethod(Method, ABC):
     """A method on the joint space of the experts, in which its result lies too."""
 
     linear = False
+    on_cores = True
     counts_absent = True
 
     def exact_in_adapters(self, values: Mapping[str, Any]) -> bool:
@@ -118,8 +118,8 @@ def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
     """The joint space of the sides, and the core of each; the core is zero for a side that changes nothing."""
     import numpy as np
 
+    from adapterswap.core.changes.factors import Factors
     from adapterswap.core.changes.joint import Joint
-    from adapterswap.core.changes.reading import Factors
 
     joint = Joint([Factors(a, b) for b, a in pairs.values()])
     cores = {side: joint.core_of(index) for index, side in enumerate(pairs)}

@@ -31,6 +31,7 @@ from adapterswap.core.model.layers import (
     ModuleName,
     Stack,
     before_layers,
+    has_both_stacks,
     layer_container,
 )
 from adapterswap.core.model.quantization import Quantization, quantization_in
@@ -38,7 +39,7 @@ from adapterswap.core.model.sources import CONFIG as ADAPTER_CONFIG
 from adapterswap.core.model.sources import MODEL_WEIGHTS, PROVENANCE, TRAINING_RECORD, Records, Source
 from adapterswap.core.model.stored import StoredModules
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError
-from adapterswap.kit.files.hashes import fingerprint
+from adapterswap.kit.files.hashes import fingerprint, sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 from adapterswap.kit.files.text import read_json
@@ -179,6 +180,16 @@ class Checkpoint:
     def name(self) -> str:
         return str(self.source)
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `model_identity`."""
+        return model_identity(self.source)
+
+    @property
+    def has_both_stacks(self) -> bool:
+        """Whether its list of layers stands for both an encoder's and a decoder's."""
+        return has_both_stacks(self.container)
+
     @cached_property
     def base(self) -> Base:
         """Its model as transformers builds it. Ask this only where the headers do not decide."""
@@ -195,7 +206,7 @@ class Checkpoint:
 
     def dequantized(self) -> Checkpoint:
         """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""
-        from adapterswap.core.model.dequantizing import dequantized  # which imports transformers
+        from adapterswap.core.model.dequantization import dequantized  # which imports transformers
 
         return dequantized(self)
 
@@ -449,6 +460,15 @@ def _missing(folder: Path) -> ExpertError | UnsupportedError:
 def model_fingerprints(folder: Path) -> dict[str, str]:
     """The fingerprints of a model's config, weights, tokenizer and chat template."""
     return fingerprints(folder, [pattern for pattern in _WEIGHT_FILES if pattern != "README.md"])
+
+
+def model_identity(source: Source) -> dict[str, Any]:
+    """The hash of a model's config, and the fingerprints of its files; None for those of a Hub commit.
+
+    A commit identifies its files, which may not all be downloaded yet.
+    """
+    files = None if source.revision else model_fingerprints(source.folder)
+    return {"config_sha256": sha256_of(source.folder / MODEL_CONFIG), "files": files}
 
 
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:

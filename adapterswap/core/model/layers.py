@@ -24,7 +24,7 @@ Stack = Literal["encoder", "decoder"]
 NumLayers = int | Mapping[Stack, int]
 """How deep a model is: one number of layers, or one for each stack of a model with an encoder and a decoder."""
 
-_Depth = TypeVar("_Depth", bound=NumLayers)
+_Layers = TypeVar("_Layers", bound=NumLayers)
 
 STACKS: tuple[Stack, ...] = get_args(Stack)
 
@@ -356,37 +356,37 @@ class Depth:
             grouped.setdefault(ModuleName(module).stack, []).append(module)
         return grouped
 
+    @staticmethod
+    def known(
+        num_layers: _Layers | None,
+        of: str,
+        remedy: str,
+        *,
+        parameter: str | None = "base_model",
+        kind: type[AdapterswapError] = BaseModelError,
+    ) -> _Layers:
+        """The number of layers; an error if the config of the model `of` does not say it."""
+        if num_layers is None:
+            raise kind(f"the config of {of} does not say how many layers it has", remedy, parameter=parameter)
+        return num_layers
+
+    @staticmethod
+    def check(
+        base: str, actual: NumLayers | None, requested: NumLayers | None, remedy: str, *, parameter: str = "num_layers"
+    ) -> None:
+        """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
+        if actual is not None and requested is not None and actual != requested:
+            raise CompositionError(
+                f"`num_layers` is {Depth(requested)}, but {base} has {Depth(actual)} layers",
+                remedy,
+                parameter=parameter,
+            )
+
     def __str__(self) -> str:
         """`32`, or `6 encoder and 4 decoder`."""
         if isinstance(self.num_layers, int):
             return str(self.num_layers)
         return " and ".join(f"{count} {stack}" for stack, count in self.num_layers.items())
-
-
-def known_depth(
-    num_layers: _Depth | None,
-    of: str,
-    remedy: str,
-    *,
-    parameter: str | None = "base_model",
-    kind: type[AdapterswapError] = BaseModelError,
-) -> _Depth:
-    """The number of layers; an error if the config of the model `of` does not say it."""
-    if num_layers is None:
-        raise kind(f"the config of {of} does not say how many layers it has", remedy, parameter=parameter)
-    return num_layers
-
-
-def check_depth_of(
-    base: str, actual: NumLayers | None, requested: NumLayers | None, remedy: str, *, parameter: str = "num_layers"
-) -> None:
-    """Raise `CompositionError` if a base has another number of layers than was requested, and both are known."""
-    if actual is not None and requested is not None and actual != requested:
-        raise CompositionError(
-            f"`num_layers` is {Depth(requested)}, but {base} has {Depth(actual)} layers",
-            remedy,
-            parameter=parameter,
-        )
 
 
 @lru_cache(maxsize=256)  # called by every rule for every module

@@ -1,4 +1,4 @@
-"""Where experts and bases come from: a local folder or the Hub; which base a local one is; uploads.
+"""Where experts and bases come from: a local folder or the Hub; which base a local one is.
 
 A Hub id is `org/name[/subfolder][@revision]`: one repository may hold several experts in different folders. An existing
 local path always wins, and anything that looks like a local path is never looked up on the Hub. Downloads honour the
@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.layers import KeptLayers, ModuleName
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -30,10 +31,10 @@ from adapterswap.kit.errors import (
     ExpertError,
     NotFoundError,
     printable,
-    reason_of,
 )
 from adapterswap.kit.files.hashes import Stamps, fingerprint
 from adapterswap.kit.files.text import expand, read_json, shown
+from adapterswap.kit.hub import HubFailure
 
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
 WEIGHTS = "adapter_model.safetensors"
@@ -42,6 +43,17 @@ MODEL_WEIGHTS = "model.safetensors"
 PROVENANCE = "adapterswap.json"
 FORMAT: Literal[1] = 1  # of that file
 TRAINING_RECORD = "training.json"
+
+_ADAPTER_FILES = [
+    WEIGHTS,
+    CONFIG,
+    PROVENANCE,
+    TRAINING_RECORD,
+    "adapter_model*.bin",
+    "*.index.json",
+    "README.md",
+    *COMPANION_FILES,
+]
 
 _PREFIX = "models--"
 
@@ -124,7 +136,7 @@ class Reference(str):
 
     def config(self) -> tuple[Source, Mapping[str, Any]]:
         """The source of a base model, a local folder or the Hub's cache, and the content of its config.json."""
-        source = Source.find(self, ["config.json"], what="base model")
+        source = Source.of_base(self)
         remedy = "Pass a base model's folder with a valid config.json"
         return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
 
@@ -235,6 +247,24 @@ class Source:
         return []
 
     @staticmethod
+    def of_base(reference: str | Path) -> Source:
+        """The folder of a base model; only its config.json is fetched from the Hub. Raises as `find`."""
+        return Source.find(reference, [MODEL_CONFIG], what=_BASE)
+
+    @staticmethod
+    def of_adapter(reference: str | Path, *, what: str = "adapter", parameter: str | None = None) -> Source:
+        """The folder of an adapter. If it has no weights, pickles or an index, which are fetched too, explain why.
+
+        The arguments are those of `find`, which says what it raises.
+        """
+        return Source.find(reference, _ADAPTER_FILES, what=what, parameter=parameter)
+
+    @staticmethod
+    def of_expert(reference: str | Path) -> Source:
+        """The folder of an adapter or a full checkpoint, whose weights are not fetched. Raises as `find`."""
+        return Source.find(reference, [*_ADAPTER_FILES, MODEL_CONFIG], what="expert", parameter="reference")
+
+    @staticmethod
     def find(reference: str | Path, files: Sequence[str], *, what: str, parameter: str | None = None) -> Source:
         """The folder that `reference` names, downloaded if it is a Hub id.
 
@@ -330,58 +360,6 @@ def same_base(one: str | None, other: str | None) -> bool:
     if one is None or other is None or one == other:
         return one == other
     return os.path.isdir(expand(one)) and os.path.isdir(expand(other)) and expand(one).samefile(expand(other))
-
-
-_UNREACHABLE = "the Hub cannot be reached"
-_TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "gaierror"}  # of several clients
-
-
-@dataclass(frozen=True)
-class HubFailure:
-    """A failed request to the Hub, in a few words of ours: the Hub's client explains it at length."""
-
-    error: BaseException
-
-    @property
-    def reason(self) -> str:
-        """Why it failed."""
-        from huggingface_hub import constants
-
-        if constants.HF_HUB_OFFLINE:
-            return "HF_HUB_OFFLINE is set"
-        from huggingface_hub import errors
-
-        reasons: dict[type[BaseException], str] = {
-            errors.GatedRepoError: "its owners must grant you access",  # a kind of the next one
-            errors.RepositoryNotFoundError: "there is no such repository, or it is private",
-            errors.RevisionNotFoundError: "the repository has no such revision",
-        }
-        ours = (reason for kind, reason in reasons.items() if isinstance(self.error, kind))
-        return next(ours, _UNREACHABLE if self._is_unreachable else reason_of(self.error))
-
-    def remedy(
-        self,
-        online: str,
-        *,
-        offline: str = "Check the path, or unset HF_HUB_OFFLINE to download it",
-        unreachable: str = "Check the path and the network",
-    ) -> str:
-        """What to do: `offline` if this process is in offline mode, `unreachable` if the Hub is, else `online`."""
-        from huggingface_hub import constants
-
-        if constants.HF_HUB_OFFLINE:
-            return offline
-        return unreachable if self._is_unreachable else online
-
-    @property
-    def _is_unreachable(self) -> bool:
-        """Whether the error, or what caused it, is one of the network."""
-        error: BaseException | None = self.error
-        while error is not None:
-            if _TRANSPORT & {kind.__name__ for kind in type(error).__mro__}:
-                return True
-            error = error.__cause__ or error.__context__
-        return False
 
 
 _ALL_WEIGHTS = "model*.safetensors"

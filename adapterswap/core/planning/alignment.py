@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.companions.files import MODEL_CONFIG
+from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import Part
@@ -81,7 +80,7 @@ def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:
     ):
         return unchanged
     try:
-        base = Base.at(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
+        base = Base.at(Source.of_base(reference).folder, reference)
     except AdapterswapError as error:
         return replace(unchanged, unreadable=error)
     renamed, misnamed = dict(experts), list[AdapterswapError]()

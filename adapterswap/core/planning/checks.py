@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
-from adapterswap.core.experts.parts import FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.parts import FullModule, LoraModule, Part, compare_shapes
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
 from adapterswap.core.model.layers import (
     NO_LAYER,
@@ -19,7 +19,6 @@ from adapterswap.core.model.layers import (
     NumLayers,
     Stack,
     format_layers,
-    has_both_stacks,
     parse_layers,
 )
 from adapterswap.core.planning.composition import Composition
@@ -28,7 +27,7 @@ from adapterswap.core.planning.rows import extra_rows
 from adapterswap.core.planning.rules import BASE, Rule, place_of
 from adapterswap.core.planning.slices import requested_by_layer
 from adapterswap.core.planning.slots import Slot
-from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, did_you_mean
+from adapterswap.kit.errors import CompositionError, ExpertError, Problems, UnsupportedError, and_more, did_you_mean
 
 _TYPE = "model_type"
 _ONE_BASE = "Give checkpoints that were fine-tuned from one base"
@@ -167,7 +166,7 @@ def check_depth(
 ) -> None:
     depth = Depth(num_layers)
     for name, adapter in experts.items():
-        if isinstance(num_layers, int) and has_both_stacks(adapter.container):
+        if isinstance(num_layers, int) and adapter.has_both_stacks:
             problems.add(
                 f"{name} adapts an encoder and a decoder ({adapter.container}), but the base has one list of layers",
                 "Check `num_layers` ({encoder: N, decoder: M} in a recipe) or `base_model`",

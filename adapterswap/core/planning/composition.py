@@ -220,22 +220,22 @@ class Composition(MethodPlain):
             extra = sorted(set_fields & _SIDED)
             if extra:
                 raise FieldMistake(f"rules decide every module, so {_listed(extra)} cannot be set with them", extra[0])
-            if self.method != "layer_swap":
+            if not self.is_swap:
                 raise FieldMistake(
                     f"`allocation` cannot be used with method {self.method}: set the method in its rules", "method"
                 )
             if not self.allocation:
                 raise FieldMistake("`allocation` is empty: add a rule", "allocation")
-        elif self.method != "layer_swap" or self.partition:
+        elif not self.is_swap or self.partition:
             extra = sorted(set_fields & set(ZONES))
             if extra:
                 chosen = f"partition {self.partition}" if self.partition else self.method
                 listed = _listed(extra)
                 verb = "applies" if len(extra) == 1 else "apply"
                 raise FieldMistake(f"{listed} only {verb} to a layer swap, not to {chosen}", extra[0])
-        if self.partition and self.method != "layer_swap":
+        if self.partition and not self.is_swap:
             raise FieldMistake(f"`partition` only applies to a layer swap, not to {self.method}", "partition")
-        for name, alike in _OF_SWAPS.items() if self.method != "layer_swap" else ():
+        for name, alike in _OF_SWAPS.items() if not self.is_swap else ():
             if name in set_fields:
                 why = f"{self.method} treats all {alike} in the same way"
                 raise FieldMistake(f"`{name}` only applies to a layer swap: {why}", name)
@@ -297,7 +297,7 @@ class Composition(MethodPlain):
             )
         if self.method == "adamergex":
             self._check_adamergex()
-        if self.method != "layer_swap":
+        if not self.is_swap:
             try:
                 self.rules(1)
             except FieldError as error:  # reported with the composition's other mistakes
@@ -353,10 +353,20 @@ class Composition(MethodPlain):
         return [*self.task, *self.language]
 
     @property
+    def is_swap(self) -> bool:
+        """Whether it says what each layer is made of, by zones, a partition or rules; other methods combine all."""
+        return self.method == "layer_swap"
+
+    @property
+    def has_zones(self) -> bool:
+        """Whether zones say what each layer is made of, rather than a partition or rules."""
+        return self.is_swap and not self.partition and self.allocation is None
+
+    @property
     def names_layers(self) -> bool:
         """Whether its rules distinguish layers; if not, it does not matter how the model numbers them."""
         if self.allocation is None:
-            return self.method == "layer_swap"
+            return self.is_swap
         return any(rule.layers is not None or rule.stack is not None for rule in self.allocation)
 
     def stacks(self, num_layers: NumLayers) -> tuple[Stack | None, ...]:
@@ -418,26 +428,40 @@ class Composition(MethodPlain):
             )
         if self.allocation is not None:
             return self.allocation
-        if full and self.method == "layer_swap" and self.norms == "average":
+        if full and self.is_swap and self.norms == "average":
             average = self._average_rule()
             everywhere = [
                 average.model_copy(update={**_within(stack, range(Depth(num_layers).of(stack))), "modules": ("other",)})
                 for stack in self.stacks(num_layers)
             ]
             return (*everywhere, *self._rules(num_layers))
-        if self.method == "soup":
-            return (self._blend(),)
-        if self.method == "task_arithmetic":
-            scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
-            return (_blended(scaled, normalize=False),)
-        if self.method == "adamergex":
-            scale = self.parameters[SCALE.name]
-            target, source = ((name,) for name in self.language)
-            summed = {self.task: self.task_weight, target: scale, source: -scale}
-            return (_blended(summed, normalize=False),)
-        if self.method != "layer_swap":
-            own = {p.called(in_rules=True): self.parameters[p.name] for p in find_method(self.method).own_parameters}
-            return (_blended(self._combined(), method=self.method, **own),)
+        make = {
+            "layer_swap": self._swap_rules,
+            "soup": self._soup_rules,
+            "task_arithmetic": self._sum_rules,
+            "adamergex": self._difference_rules,
+        }.get(self.method, self._method_rules)
+        return make(num_layers)
+
+    def _soup_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+        return (self._blend(),)
+
+    def _sum_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+        scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
+        return (_blended(scaled, normalize=False),)
+
+    def _difference_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+        scale = self.parameters[SCALE.name]
+        target, source = ((name,) for name in self.language)
+        summed = {self.task: self.task_weight, target: scale, source: -scale}
+        return (_blended(summed, normalize=False),)
+
+    def _method_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+        """One rule, with a method that computes more than weighted sums."""
+        own = {p.called(in_rules=True): self.parameters[p.name] for p in find_method(self.method).own_parameters}
+        return (_blended(self._combined(), method=self.method, **own),)
+
+    def _swap_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
         if self.partition:
             return self._partition_rules(num_layers)
         rules = [rule for stack in self.stacks(num_layers) for rule in self._zone_rules(num_layers, stack)]
@@ -474,7 +498,7 @@ class Composition(MethodPlain):
             fields |= {"allocation"}
         else:
             fields |= {"task", "language", "task_weight", "language_weight", "weights", "parameters", "partition"}
-            if self.method == "layer_swap":
+            if self.is_swap:
                 fields |= {"norms"} if full else set()
                 fields |= {"outside"} if self.outside != "average" else set()
                 fields |= set() if isinstance(num_layers, int) else {"stack"}

@@ -29,9 +29,6 @@ from adapterswap.core.model.layers import (
     ModuleName,
     NumLayers,
     Stack,
-    check_depth_of,
-    has_both_stacks,
-    known_depth,
 )
 from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import reference_of
@@ -126,7 +123,7 @@ def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
         ]
         return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
 
-    if not any(has_both_stacks(adapter.container) for adapter in experts.values()):
+    if not any(adapter.has_both_stacks for adapter in experts.values()):
         return least(None)
     return {stack: least(stack) for stack in STACKS}
 
@@ -146,10 +143,10 @@ def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
     """Report a number of layers that is not the base's, or that nobody says although it is needed."""
     with problems.collect():
         if depth.required and depth.actual is None:
-            known_depth(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
+            Depth.known(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
         remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
         if not same_depth(depth.actual, depth.requested):
-            check_depth_of(str(depth.name), depth.actual, depth.requested, remedy)
+            Depth.check(str(depth.name), depth.actual, depth.requested, remedy)
 
 
 def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:

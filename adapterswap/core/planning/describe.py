@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.layers import (
     Depth,
     Kind,
@@ -23,7 +22,7 @@ from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot, blend_text
-from adapterswap.kit.errors import printable
+from adapterswap.kit.errors import and_more, printable
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 _SHOWN = 8  # experts in a summary

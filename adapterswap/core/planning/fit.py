@@ -16,15 +16,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adapterswap.core.changes.locating import Located
+from adapterswap.core.changes.locations import Located
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
-from adapterswap.core.experts.parts import FullModule, LoraModule, Part, and_more, compare_shapes
+from adapterswap.core.experts.parts import FullModule, LoraModule, Part, compare_shapes
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.core.model.sources import Reference
-from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor

@@ -1,7 +1,7 @@
 """Gates: what is checked at each stage of making a plan, beside the path.
 
 A gate looks at what the path has made, and adds the problems that it finds. It changes nothing and returns nothing, so
-`making` gives the same plan without gates. They are listed in one table, by the class of what they look at.
+`planner` gives the same plan without gates. They are listed in one table, by the class of what they look at.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import Depth, ModelConfig, check_one_list, has_both_stacks
+from adapterswap.core.model.layers import Depth, ModelConfig, check_one_list
 from adapterswap.core.planning.alignment import Aligned, check_alignment
 from adapterswap.core.planning.base import check_base_weights, check_bases
 from adapterswap.core.planning.checks import (
@@ -29,7 +29,8 @@ from adapterswap.core.planning.checks import (
 from adapterswap.core.planning.depth import FoundDepth, check_base_depth
 from adapterswap.core.planning.fit import Fit, Heads, Placed, check_fit, check_heads, check_placed, check_quantized
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import Vocabularies, check_sizes, check_vocabularies, extra_rows
+from adapterswap.core.planning.row_gates import check_sizes, check_vocabularies
+from adapterswap.core.planning.rows import Vocabularies, extra_rows
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.stages import (
     Ends,
@@ -104,7 +105,7 @@ def _layers_of_rules(ruled: Ruled, problems: Problems) -> None:
 
 
 def _one_list_of_layers(skeleton: Skeleton, problems: Problems) -> None:
-    if isinstance(skeleton.num_layers, int) and has_both_stacks(skeleton.checkpoint.container):
+    if isinstance(skeleton.num_layers, int) and skeleton.checkpoint.has_both_stacks:
         problems.add(
             f"{skeleton.name} stores an encoder and a decoder ({skeleton.checkpoint.container}), but its config does "
             "not mention both",

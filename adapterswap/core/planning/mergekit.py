@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
-from adapterswap.core.model.layers import NO_LAYER, ModelConfig, ModuleName, format_layers, known_depth
+from adapterswap.core.model.layers import NO_LAYER, Depth, ModelConfig, ModuleName, format_layers
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.rules import BASE, Rule
@@ -213,7 +213,7 @@ class _Reading:
         first = recipe.base_model or self._references()[0]
         skeleton = self.opened[first]
         in_config = ModelConfig(skeleton.config).num_layers
-        num_layers = known_depth(in_config, first, "Complete its config", parameter=None, kind=UnsupportedError)
+        num_layers = Depth.known(in_config, first, "Complete its config", parameter=None, kind=UnsupportedError)
         slices = self._slices(num_layers)
         self._check_tokenizers(first)
         self._check_vocabularies(first)

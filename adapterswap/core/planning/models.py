@@ -6,11 +6,10 @@ The models of compositions and rules, and the families of a sweep, are `MethodFi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     Discriminator,
     Field,
     SerializationInfo,
@@ -26,14 +25,12 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from adapterswap.core.methods.method import Parameter
-from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, check_name, find_method, having
+from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, find_method, having
 from adapterswap.core.model.layers import MAX_LAYERS, Stack
 from adapterswap.core.planning.parameters import gathered, named, parameter_keys, with_defaults
 from adapterswap.kit.files.models import Numbers, StrictModel
 from adapterswap.kit.files.yaml import MEMBER
 
-Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
-"""The name of a method for a whole composition."""
 _Depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Depths = Annotated[  # the discriminator picks one form, so that a mistake is reported once
     Annotated[_Depth, Tag(f"{MEMBER}one")] | Annotated[dict[Stack, _Depth], Tag(f"{MEMBER}stacks")],

@@ -1,6 +1,6 @@
 """A plan: a composition applied to real experts and checked. The same class serves adapters and full weights.
 
-Plans are made from headers alone (see `making`): no tensors, no torch. A plan says, for every module of an adapter or
+Plans are made from headers alone (see `planner`): no tensors, no torch. A plan says, for every module of an adapter or
 every stored tensor of a model, which experts' changes enter with which coefficients. The executors (`writing`, `gguf`,
 `live`) carry it out; `write`, `merge` and `export` call them through the package's face. `describe` shows it.
 """
@@ -101,7 +101,7 @@ class Plan:
         from adapterswap.core.planning.describe import zones_of
 
         composition = self.composition
-        if composition.method != "layer_swap" or composition.allocation is not None or composition.partition:
+        if not composition.has_zones:
             return None
         return "; ".join(zones_of(self, stack) for stack in composition.stacks(self.num_layers))
 
@@ -314,7 +314,7 @@ class Plan:
     def merged_into(self, base: Checkpoint) -> Plan:
         """The plan of full weights, for a plan of adapters: the adapters merged into their base.
 
-        The coefficients must be final; see `writing.resolving.Resolved.of`.
+        The coefficients must be final; see `writing.resolution.Resolved.of`.
 
         Args:
             base: the base that the experts adapt.
@@ -323,7 +323,7 @@ class Plan:
             BaseModelError: the base is another one than the experts adapt, or has other layers.
             UnsupportedError: the base is quantized where they adapt it, or the composition cannot be computed there.
         """
-        from adapterswap.core.planning.making import merge_plan
+        from adapterswap.core.planning.planner import merge_plan
 
         return merge_plan(self, base)
 

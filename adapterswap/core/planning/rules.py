@@ -16,9 +16,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-from adapterswap.core.methods.method import LARGEST, SEED, MethodSettings, NonlinearMethod, SpanMethod
+from adapterswap.core.methods.method import LARGEST, SEED, MethodSettings
 from adapterswap.core.methods.registry import check_name, find_method, names_of
-from adapterswap.core.methods.spectral import CoreMethod
 from adapterswap.core.model.layers import NO_LAYER, Kind, ModuleName, Stack, format_layers, parse_layers
 from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
@@ -554,7 +553,6 @@ class Rule(MethodPlain):
             module: the module's name.
         """
         method = find_method(self.method)
-        assert isinstance(method, NonlinearMethod | SpanMethod | CoreMethod)
         if method.counts_absent:
             weights, zeros = self.blend or {}, 0 * next(iter(deltas.values()))
             deltas = {side: deltas.get(side, zeros) for side in weights}
@@ -570,14 +568,13 @@ class Rule(MethodPlain):
     ) -> tuple[npt.NDArray[np.floating], npt.NDArray[np.floating]]:
         """Like `combine`, but takes the factors (B, A) of each side's ΔW and returns the result's; see `on_cores`."""
         method = find_method(self.method)
-        assert isinstance(method, CoreMethod)
         values = {**self.parameters, SEED.name: seed}
         return method.combine_factors(factors, self.blend or {}, MethodSettings(values, self.normalizes, module))
 
     @property
     def on_cores(self) -> bool:
         """Whether the method works in the joint space of the sides' low-rank factors, so that it needs no dense ΔW."""
-        return self.blend is not None and isinstance(find_method(self.method), CoreMethod)
+        return self.blend is not None and find_method(self.method).on_cores
 
     @property
     def needs_factors(self) -> bool:
@@ -591,7 +588,6 @@ class Rule(MethodPlain):
             gram: the inner products of the sides' ΔW, in the order of the blend.
         """
         method, blend = find_method(self.method), self.blend or {}
-        assert isinstance(method, SpanMethod)
         values = method.coefficients(gram, list(blend.values()), MethodSettings(self.parameters, self.normalizes))
         return dict(zip(blend, values, strict=True))
 

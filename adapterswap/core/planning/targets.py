@@ -16,11 +16,18 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
-from adapterswap.core.experts.parts import OpaqueModule, and_more
+from adapterswap.core.experts.parts import OpaqueModule
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, Problems, UnsupportedError
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    BaseModelError,
+    CompositionError,
+    Problems,
+    UnsupportedError,
+    and_more,
+)
 from adapterswap.kit.files.numbers import Dtype
 
 

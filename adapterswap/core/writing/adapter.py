@@ -21,7 +21,7 @@ from adapterswap.core.writing.loadable import loadable_form, with_written_names
 from adapterswap.core.writing.outputs import Form, Layout, Names, OutputTensor, Reduced
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
 from adapterswap.core.writing.reduction import reduce
-from adapterswap.core.writing.resolving import Resolved
+from adapterswap.core.writing.resolution import Resolved
 from adapterswap.core.writing.tensors import write_tensors
 from adapterswap.kit.errors import check_type
 from adapterswap.kit.files.folders import CARD, OutputKind

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
 from adapterswap.core.changes.opaque import merged
-from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Whole
-from adapterswap.core.changes.locating import locate_all
+from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.kit.errors import BaseModelError, ExpertError, Problems

@@ -20,7 +20,7 @@ from adapterswap.core.writing.outputs import Form, Layout
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 
 if TYPE_CHECKING:
-    from adapterswap.core.writing.streaming import ModelForm  # composing does not need it
+    from adapterswap.core.writing.stream import ModelForm  # composing does not need it
 
 
 @dataclass(frozen=True)

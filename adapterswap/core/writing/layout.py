@@ -14,288 +14,21 @@ that differ go into the patterns. No tensor is read; the base is looked up if it
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from adapterswap.core.changes.locating import base_tensor
-from adapterswap.core.experts.config import scale
 from adapterswap.core.experts.keys import (
-    KINDS,
-    TRAINABLE_TOKENS,
     ModuleKeys,
 )
-from adapterswap.core.experts.parts import LoraModule, OpaqueModule
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot
+from adapterswap.core.writing.kind_layout import lay_out_kind, lay_out_tokens
 from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.core.writing.resolving import Resolved
-from adapterswap.kit.errors import BaseModelError
-
-
-@dataclass(frozen=True)
-class Shape:
-    """An output module's rank, alpha and scale."""
-
-    rank: int
-    alpha: float
-    scale: float
-
-    @staticmethod
-    def of_scale(rank: int, rslora: bool, wanted: float) -> Shape:
-        """The shape with the alpha that gives the scale `wanted`, and the exact scale that PEFT computes from it."""
-        alpha = wanted * (math.sqrt(rank) if rslora else rank)
-        # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
-        alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
-        return Shape(rank, alpha, scale(rank, alpha, rslora))
-
-
-def check_base_name(base_model: str | None) -> None:
-    """Refuse a base whose path cannot be written to an adapter's config, such as one with bytes that are not UTF-8."""
-    if base_model is not None and not base_model.isprintable():
-        raise BaseModelError(
-            f"The path of the base, {base_model}, has characters that adapter_config.json cannot hold",
-            "Rename the folder, or pass another path to it (`base_model`), such as a symlink",
-            parameter="base_model",
-        )
-
-
-def adapter_config(
-    shapes: Mapping[str, Shape],
-    common: tuple[int, float] | None = None,
-    *,
-    rslora: bool,
-    base_model: str | None,
-    revision: str | None,
-    task_type: str | None,
-    fan_in_fan_out: bool,
-    tied: bool,
-    saved: Iterable[str] = (),
-    auto_mapping: Mapping[str, Any] | None = None,
-    variant: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """PEFT's adapter_config.json for LoRA modules of these shapes, by full name.
-
-    Args:
-        shapes: each module's rank and alpha.
-        common: the global rank and alpha, by default the most common; modules with others go into the patterns.
-        saved: modules trained in full. For the other arguments see `AdapterConfig`.
-        variant: settings for a variant of LoRA in all modules, such as `use_dora`.
-    """
-    check_base_name(base_model)
-    rank, alpha = common or most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
-    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
-    names = sorted(shapes, key=lambda name: (-name.count("."), name))
-    return {
-        "peft_type": "LORA",
-        "task_type": task_type,
-        **({"auto_mapping": dict(auto_mapping)} if auto_mapping and task_type is None else {}),
-        "base_model_name_or_path": base_model,
-        "revision": revision,
-        "r": rank,
-        "lora_alpha": _as_whole_number(alpha),
-        "use_rslora": rslora,
-        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
-        "alpha_pattern": {name: _as_whole_number(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
-        "target_modules": sorted(shapes),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        **(variant or {}),
-        "fan_in_fan_out": fan_in_fan_out,
-        "ensure_weight_tying": tied,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "layers_to_transform": None,
-        "modules_to_save": sorted(saved) or None,
-    }
-
-
-def _as_whole_number(alpha: float) -> float:
-    return int(alpha) if float(alpha).is_integer() else alpha
-
-
-def most_common(values: Iterable[Any], *, default: Any) -> Any:
-    """The most frequent value, or the smallest of them in a tie; `default` if there are no values."""
-    counted = Counter(values)
-    return min(counted, key=lambda value: (-counted[value], value)) if counted else default
-
-
-def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterator[OutputTensor]:
-    """A module trained in full, a trained bias of the base, or trained tokens: in each range of rows, b·W + Σ c_i·W_i.
-
-    `adapted` are the modules that PEFT wraps in a layer.
-    """
-    if not module.terms:
-        return
-    if module.of_tokens:
-        yield _tokens_trained(module)
-        return
-    wrapped = ModuleKeys(module.name).is_bias and module.name.removesuffix(".bias") in adapted
-    differ = any(not span.is_like(module.ordinary) for span in module.spans)
-    for parameter, tensor in module.whole[0].change.tensors.items():
-        pieces = []
-        for span in module.spans if differ else (module.ordinary,):
-            cut = (span.start, span.stop) if differ else None
-            sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
-            for share in span.base:
-                rows = span.stop if differ else None
-                adapter, name = plan.adapters[module.terms[0].expert], ModuleKeys(module.name).parameter_name(parameter)
-                own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
-                sources.append((BASE, *own, share.coefficient or 0.0))
-            pieces += [Piece(*source, span.start, cut=cut) for source in sources]
-        shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
-        axis, key = (0 if differ else None), ModuleKeys(module.name).parameter(parameter, wrapped=wrapped)
-        yield OutputTensor(key, _common_dtype(pieces), shape, axis, tuple(pieces))
-
-
-def _common_dtype(pieces: Sequence[Piece]) -> str:
-    """The dtype of all pieces, or float32 if they differ."""
-    dtypes = {piece.tensor.dtype for piece in pieces}
-    return dtypes.pop() if len(dtypes) == 1 else "F32"
-
-
-def only_tokens(plan: Plan) -> bool:
-    """Whether a plan of adapters changes nothing but trained tokens, which PEFT loads without LoRA."""
-    changed = [slot for slot in plan if slot.terms]
-    return bool(changed) and all(slot.of_tokens for slot in changed)
-
-
-def tied_names(module: Slot, plan: Plan) -> list[str]:
-    """The modules tied to an embedding with trained tokens, as far as experts with its name list them."""
-    names = set[str]()
-    for term in module.terms:
-        adapter = plan.adapters[term.expert]
-        if adapter.original.get(module.module, module.module) == module.name:
-            names |= adapter.tokens[module.module].tied.keys()
-    return sorted(names)
-
-
-def _tokens_trained(module: Slot) -> OutputTensor:
-    """The rows of trained tokens: their owner's tensor as it is, or the experts' rows sorted by token."""
-    owner = module.whole[0]
-    pieces: list[Piece] = []
-    if module.owner is not None:
-        pieces.append(Piece(owner.expert, owner.change.path, owner.change.tensor))
-    else:
-        offset = 0
-        for span in module.spans:
-            count = span.stop - span.start
-            for term in span.whole:
-                change, place = term.change, term.change.place_of(span.start)
-                cut = (place, place + count)
-                pieces.append(Piece(term.expert, change.path, change.tensor, term.coefficient, offset, cut=cut))
-            offset += count
-    shape = (len(module.tokens), *owner.change.tensor.shape[1:])
-    return OutputTensor(ModuleKeys(module.name).tokens, _common_dtype(pieces), shape, 0, tuple(pieces))
-
-
-def lay_out_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> Layout:
-    """The layout of a plan whose changed modules are all of one such kind, each with one owner.
-
-    Args:
-        plan: the plan.
-        modules: its slots with a change, without modules stored in full.
-        fan_in_fan_out: PEFT's flag for the result.
-    """
-    tensors = [tensor for module in modules for tensor in _copied(module)]
-    tensors += _shared(modules)
-    tensors += [tensor for slot in plan.saved.values() for tensor in saved_tensors(slot, plan, ())]
-    return Layout(_config_of_kind(plan, modules, fan_in_fan_out), tuple(tensors))
-
-
-def lay_out_tokens(plan: Plan) -> Layout:
-    """The layout of a plan that changes nothing but trained tokens, the same in each embedding or head.
-
-    If the base's head is tied to its embedding, PEFT expects the rows under both names.
-    """
-    slots = [slot for slot in plan.saved.values() if slot.terms]
-    tensors = [
-        replace(rows, key=ModuleKeys(name).trained_rows)
-        for slot in slots
-        for rows in saved_tensors(slot, plan, ())
-        for name in (slot.name, *tied_names(slot, plan))
-    ]
-    targets = sorted(slot.name for slot in slots)
-    config = {
-        **_named(plan, TRAINABLE_TOKENS),
-        "token_indices": list(slots[0].tokens),
-        "target_modules": targets[0] if len(targets) == 1 else targets,  # PEFT writes a single name as a regex, too
-        "init_weights": True,
-        "inference_mode": True,
-    }
-    return Layout(config, tuple(tensors))
-
-
-def _named(plan: Plan, peft_type: str) -> dict[str, Any]:
-    """The keys that say what an adapter is for."""
-    check_base_name(plan.base_model)
-    return {
-        "peft_type": peft_type,
-        "task_type": plan.task_type,
-        **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
-        "base_model_name_or_path": plan.base_model,
-        "revision": plan.base_revision,
-    }
-
-
-def _version(plan: Plan) -> dict[str, str]:
-    """The earliest PEFT version among the experts, so that PEFT can warn about later changes."""
-    versions = [adapter.config.peft_version for adapter in plan.adapters.values() if adapter.opaque]
-    known_versions = [version for version in versions if version is not None]
-    if not known_versions or len(known_versions) < len(versions):
-        return {}
-    return {"peft_version": min(known_versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
-
-
-def part_of(module: Slot) -> OpaqueModule:
-    """The module's only change."""
-    (term,) = module.opaque
-    return term.change.part
-
-
-def _copied(module: Slot) -> Iterator[OutputTensor]:
-    (term,) = module.terms
-    for name, tensor in part_of(module).tensors.items():
-        pieces = (Piece(term.expert, term.change.path, tensor),)
-        yield OutputTensor(ModuleKeys(module.name).part(name), tensor.dtype, tensor.shape, None, pieces)
-
-
-def _shared(modules: Sequence[Slot]) -> Iterator[OutputTensor]:
-    """Tensors that all modules and all experts share, from the first module."""
-    (term,) = modules[0].terms
-    for name, tensor in part_of(modules[0]).shared.items():
-        pieces = (Piece(term.expert, term.change.path, tensor),)
-        yield OutputTensor(ModuleKeys.shared(name), tensor.dtype, tensor.shape, None, pieces)
-
-
-def _config_of_kind(plan: Plan, modules: Sequence[Slot], fan_in_fan_out: bool) -> dict[str, Any]:
-    parts = {module.name: part_of(module) for module in modules}
-    first = next(iter(parts.values()))
-    kind = KINDS[first.peft_type]
-    config: dict[str, Any] = {
-        **_named(plan, first.peft_type),
-        **_version(plan),
-        **first.settings,
-        "target_modules": sorted(parts),
-        "modules_to_save": sorted(name for name, slot in plan.saved.items() if slot.terms) or None,
-        "inference_mode": True,
-    }
-    # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
-    names = sorted(parts, key=lambda name: (-name.count("."), name))
-    for key, pattern in kind.patterns.items():
-        values = {name: parts[name].values[key] for name in names if key in parts[name].values}
-        if values:
-            config[key] = most_common(values.values(), default=None)
-            config[pattern] = {name: value for name, value in values.items() if value != config[key]}
-    if first.peft_type == "IA3":
-        config["feedforward_modules"] = sorted(name for name in names if parts[name].tensors["ia3_l"].shape[0] == 1)
-    if any(adapter.config.fan_in_fan_out for adapter in plan.adapters.values()):
-        config["fan_in_fan_out"] = fan_in_fan_out
-    return config
-
+from adapterswap.core.writing.peft_config import Shape, adapter_config, most_common
+from adapterswap.core.writing.resolution import Resolved
+from adapterswap.core.writing.saved_layout import only_tokens, saved_tensors
 
 # Of the scale in the portable layout: any rank times it is an alpha that `check_written` accepts.
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -29, 13
@@ -348,7 +81,9 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     ]
     variant = variant_of(modules)
     if variant:
-        tensors += [tensor for module in modules for tensor in _beside(module, shapes[module.name], variant, plan)]
+        tensors += [
+            tensor for module in modules for tensor in _variant_tensors(module, shapes[module.name], variant, plan)
+        ]
     tensors += _base_copies(modules)
     tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
     if form.dtype is not None:
@@ -539,7 +274,7 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
         yield replace(tensor, shape=(rank or out, width) if tensor.axis == 0 else (out, rank or width))
 
 
-def _beside(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
+def _variant_tensors(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
     """The tensors of a variant of LoRA other than A and B.
 
     DoRA's magnitudes are copied: `check_form` has checked that every module has them. PEFT multiplies a bias of B by

@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter, check_distinct
 from adapterswap.core.experts.keys import KINDS, ModuleKeys
-from adapterswap.core.experts.parts import LoraModule, and_more
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
@@ -26,7 +25,14 @@ from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.copies import Comparable
 from adapterswap.core.writing.outputs import Form, Layout, Names
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, UnsupportedError
+from adapterswap.kit.errors import (
+    AdapterswapError,
+    ArgumentError,
+    BaseModelError,
+    ExpertError,
+    UnsupportedError,
+    and_more,
+)
 from adapterswap.kit.files.tensorfile import Tensor, open_files
 
 
@@ -136,7 +142,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
 def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
     reference = Reference.to_base(plan.base_reference)
-    return Base.at(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    return Base.at(Source.of_base(reference).folder, reference)
 
 
 def _canonical(plan: Plan, model: Base) -> dict[str, str]:
@@ -307,7 +313,7 @@ def check_fusing(plan: Plan) -> None:
     import torch
     from peft import LoraConfig
 
-    model = empty_model(Source.find(reference, [MODEL_CONFIG], what="base model").folder, reference)
+    model = empty_model(Source.of_base(reference).folder, reference)
     layer = f"{module.partition('.experts.')[0]}.experts."
     parts = [part for name, part in modules.items() if name.startswith(layer)]
     tensors = {}

@@ -14,14 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import FactorReader, Factors
 from adapterswap.core.changes.joint import Joint, mixed
-from adapterswap.core.changes.reading import FactorReader, Factors
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.writing.layout import Shape, blend_scale, uses_rslora
+from adapterswap.core.writing.layout import blend_scale, uses_rslora
 from adapterswap.core.writing.outputs import Form, OutputTensor, Reduced, Spool, map_in_threads
-from adapterswap.core.writing.resolving import Resolved, side_factors
+from adapterswap.core.writing.peft_config import Shape
+from adapterswap.core.writing.resolution import Resolved, side_factors
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.files.numbers import Dtype, too_large
 

@@ -16,22 +16,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import and_more
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
 from adapterswap.core.model.sources import PROVENANCE
 from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composing import adapter_plan
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.functions import adapter_plan
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
 from adapterswap.core.writing.blocks import Entered, Rows
 from adapterswap.core.writing.cards import merged_card
 from adapterswap.core.writing.gates import FullWeights, check
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
-from adapterswap.core.writing.resolving import Resolved
-from adapterswap.core.writing.streaming import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
-from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type
+from adapterswap.core.writing.resolution import Resolved
+from adapterswap.core.writing.stream import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
+from adapterswap.kit.errors import ArgumentError, UnsupportedError, and_more, check_type
 from adapterswap.kit.files.folders import CARD
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, write_json

@@ -26,9 +26,9 @@ from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.model.sources import Reference
-from adapterswap.core.planning.composing import adapter_plan
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.functions import adapter_plan
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
 from adapterswap.engines.gguf.architectures import load_gguf

@@ -6,6 +6,16 @@ Begin with `LiveComposer`. torch, transformers and PEFT are imported only when i
 from adapterswap.engines.live.batch import Answers, stream
 from adapterswap.engines.live.composer import LiveComposer
 from adapterswap.engines.live.loader import load_expert, load_experts
+from adapterswap.engines.live.peft_adapter import find_adapter, with_adapter
 from adapterswap.engines.live.switch import why_not_live
 
-__all__ = ["Answers", "LiveComposer", "load_expert", "load_experts", "stream", "why_not_live"]
+__all__ = [
+    "Answers",
+    "LiveComposer",
+    "find_adapter",
+    "load_expert",
+    "load_experts",
+    "stream",
+    "why_not_live",
+    "with_adapter",
+]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.parts import OpaqueModule, Part
-from adapterswap.core.model.layers import check_depth_of, known_depth
+from adapterswap.core.model.layers import Depth
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.depth import least_depth
-from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, factors, is_unloaded, other_tensors
 from adapterswap.engines.live.switch import Switch, make_switch
@@ -196,8 +196,8 @@ class Catalogue:
         experts = self.inventory.experts(composition.expert_names)
         slices = any(expert.kept_layers is not None for expert in experts.values())
         if slices or composition.names_layers:
-            known_depth(num_layers, "the model", "Pass a plan that was made with `num_layers`", parameter="model")
-        check_depth_of("the model", num_layers, composition.num_layers, "Leave `num_layers` out")
+            Depth.known(num_layers, "the model", "Pass a plan that was made with `num_layers`", parameter="model")
+        Depth.check("the model", num_layers, composition.num_layers, "Leave `num_layers` out")
         depth = num_layers or composition.num_layers or least_depth(experts)
         plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]

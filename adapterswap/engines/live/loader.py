@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.keys import copies_in
-from adapterswap.core.experts.parts import and_more, compare_shapes
+from adapterswap.core.experts.parts import compare_shapes
 from adapterswap.core.model.base import Base, shape_of
-from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, format_layers, known_depth
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.layers import Depth, KeptLayers, ModuleName, NumLayers, format_layers
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.model.sources import CONFIG, WEIGHTS, Source
 from adapterswap.core.planning.base import check_base_weights
-from adapterswap.core.planning.composing import slice_layers
 from adapterswap.core.planning.composition import Composition, parse_composition
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.functions import slice_layers
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target, clash
 from adapterswap.core.writing.copies import Comparable
@@ -41,6 +41,7 @@ from adapterswap.kit.errors import (
     ExpertError,
     Problems,
     UnsupportedError,
+    and_more,
     reason_of,
 )
 from adapterswap.kit.files.folders import OutputKind, scratch_folder
@@ -251,7 +252,7 @@ def layers_taken(
     adapter: Adapter, name: str, compositions: Iterable[str | Composition], num_layers: NumLayers | None
 ) -> str:
     """The layers that compositions take from an expert, in the form `0-4,30-31`."""
-    num_layers = known_depth(num_layers, "the model", "Pass `layers` instead", parameter="model")
+    num_layers = Depth.known(num_layers, "the model", "Pass `layers` instead", parameter="model")
     taken: set[int] = set()
     for composition in compositions:
         rules = (parse_composition(composition) if isinstance(composition, str) else composition).rules(num_layers)

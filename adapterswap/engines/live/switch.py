@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.core.model.layers import Depth
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target
-from adapterswap.core.writing.resolving import Resolved
+from adapterswap.core.writing.resolution import Resolved
 from adapterswap.engines.live.inventory import Inventory, factors, forget_average, parameter_of, scale_of, use_in_full
 from adapterswap.kit.errors import CompositionError, Problems, UnsupportedError
 

@@ -26,15 +26,15 @@ from typing import NamedTuple
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.keys import copies_in
-from adapterswap.core.experts.parts import and_more, compare_shapes
+from adapterswap.core.experts.parts import compare_shapes
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import open_checkpoint
-from adapterswap.core.model.layers import ModelConfig, known_depth, layer_container
+from adapterswap.core.model.layers import Depth, ModelConfig, layer_container
 from adapterswap.core.model.sources import FORMAT, Reference, Source, same_base
 from adapterswap.core.planning.base import check_base_weights, with_chains
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.adapter import Prepared, prepare
@@ -48,6 +48,7 @@ from adapterswap.kit.errors import (
     ExpertError,
     Problems,
     RunError,
+    and_more,
 )
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import expand, read_json, shown
@@ -63,7 +64,7 @@ def base_shapes(base_model: str, memo: Memo) -> dict[str, str]:
         base_model: a folder or Hub id.
         memo: stores the answer, because building even an empty model of 8B takes about a second.
     """
-    folder = Source.find(base_model, ["config.json"], what="base model").folder
+    folder = Source.of_base(base_model).folder
     config = read_json(folder / "config.json", _REMEDY, kind=BaseModelError)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     key = f"shapes {digest} transformers {version('transformers')}"
@@ -159,7 +160,7 @@ class NamedComposer:
         self.cache = cache
         self.max_lora_rank = max_lora_rank
         self._base, config = Reference(base_model).config()
-        self.num_layers = known_depth(ModelConfig(config).num_layers, base_model, "Check the base")
+        self.num_layers = Depth.known(ModelConfig(config).num_layers, base_model, "Check the base")
         # These may change the names of modules in the output: see `with_written_names`.
         self._names = [config, version("transformers")]
         self._shapes = base_shapes(base_model, cache.memo)

@@ -134,7 +134,7 @@ class LlamaLaunch:
             raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
         path = expand(gguf)
         check_base_file(path, composer.architecture, composer.num_layers)
-        base_name = Source.find(composer.base_model, ["config.json"], what="base model").name
+        base_name = Source.of_base(composer.base_model).name
         if base_name in composer.manifest.experts:
             raise ArgumentError(
                 f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"

@@ -21,11 +21,11 @@ from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.layers import Kind, format_layers
 from adapterswap.core.model.sources import FORMAT, Reference
 from adapterswap.core.planning.base import with_chains
-from adapterswap.core.planning.composing import adapter_plan
+from adapterswap.core.planning.functions import adapter_plan
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.outputs import Form
-from adapterswap.core.writing.resolving import Resolved
+from adapterswap.core.writing.resolution import Resolved
 from adapterswap.engines.gguf.export import check_outtype, write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
 from adapterswap.engines.serving.cache import Cache

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from adapterswap.core import Adapter, Checkpoint, check_one_list
 from adapterswap.core.changes.joint import cosine
-from adapterswap.core.model.layers import MAX_LAYERS, has_both_stacks
+from adapterswap.core.model.layers import MAX_LAYERS
 from adapterswap.experiments.analysis.matrices import matrices
 from adapterswap.experiments.analysis.survey import ModuleChange, ModuleInterference, survey
 from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError
@@ -121,7 +121,7 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
 
     Raise `UnsupportedError` if it changes layers of an encoder and of a decoder, or of several lists.
     """
-    if has_both_stacks(expert.container):
+    if expert.has_both_stacks:
         raise UnsupportedError(
             f"{name} has an encoder and a decoder ({expert.container}); only models with a single stack of layers "
             "can be measured",

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core import Adapter, Checkpoint, StoredTensor, Target, aligned
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.kinds import Whole
-from adapterswap.core.changes.reading import Factors
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import OTHER_NAMES
 from adapterswap.core.model.layers import ModuleName

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.analysis.interference import FractionTable, Interference
-from adapterswap.kit.style import STYLE, legend_shape, readable_on, wrapped
+from adapterswap.kit.style import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
         axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
-        axes.set_title(wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=STYLE.small)
+        axes.set_title(STYLE.wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=STYLE.small)
         axes.tick_params(labelsize=STYLE.note, length=0)
     for axes in grid.flat[len(tables) :]:
         axes.remove()
@@ -132,7 +132,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
     """
     look = dict(zip(norms, STYLE.looks_by_family(list(map(family_of, norms))), strict=True))
-    columns, lines = legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
+    columns, lines = STYLE.legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
     families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
     names = list(dict.fromkeys(families.values()))
     across = min(len(names), 1 if width < _ABREAST else 3)
@@ -152,10 +152,10 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
             "markevery": max(1, len(layers) // 8),
             "linewidth": 1.0,
         }
-        handles += axes.plot(list(layers), list(layers.values()), label=wrapped(expert, 24), **shown)
+        handles += axes.plot(list(layers), list(layers.values()), label=STYLE.wrapped(expert, 24), **shown)
     for place, (name, axes) in enumerate(panels.items()):
         if name:
-            axes.set_title(wrapped(name, int(width / across / 0.07)), fontsize=STYLE.small)
+            axes.set_title(STYLE.wrapped(name, int(width / across / 0.07)), fontsize=STYLE.small)
         lowest = place + across >= len(names)
         axes.tick_params(labelbottom=lowest)
         first = place % across == 0
@@ -178,7 +178,7 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     stacked = width < _ABREAST
     figure = STYLE.figure(width, 4.1 if stacked else 1.9)
     cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
-    figure.suptitle(wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
+    figure.suptitle(STYLE.wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
     cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
     for axes, key, pattern in (
         (cosine, "cosine", ""),
@@ -240,7 +240,7 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
         if band is not None and band[0] <= pair.cosine <= band[1]:
             inside.add((other, one))
     most = max(0.1, float(np.nanmax(np.abs(values), initial=0.0)) if np.isfinite(values).any() else 0.0)
-    labels = [wrapped(name, 14) for name in names]
+    labels = [STYLE.wrapped(name, 14) for name in names]
     size = min(width, 1.2 + 0.42 * len(names))
     figure = STYLE.figure(width, size)
     axes = figure.add_subplot()
@@ -252,7 +252,7 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
     for (row, column), value in np.ndenumerate(values):
         if np.isnan(value) or not fits:
             continue
-        colour = STYLE.grey if (row, column) in inside else readable_on(tuple(image.cmap(image.norm(value))))
+        colour = STYLE.grey if (row, column) in inside else STYLE.readable_on(tuple(image.cmap(image.norm(value))))
         axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=STYLE.note, color=colour)
     _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
     return figure

@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core import Adapter, Checkpoint
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.joint import Joint, cosine, mixed
-from adapterswap.core.changes.reading import Factors
 from adapterswap.core.writing.outputs import map_in_threads
 from adapterswap.experiments.analysis.matrices import Delta, Matrix, Reader, delta_reader, matrices
 from adapterswap.kit.errors import ExpertError

@@ -27,7 +27,6 @@ from typing import Any
 
 import yaml
 
-from adapterswap.core.model.sources import HubFailure
 from adapterswap.experiments.chat import bounded
 from adapterswap.experiments.evaluation.settings import files_in
 from adapterswap.experiments.permitted import foreign_in_task, uncounted
@@ -43,6 +42,7 @@ from adapterswap.kit.errors import (
 )
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import read_small
+from adapterswap.kit.hub import HubFailure
 
 _VARIABLE = "HF_ALLOW_CODE_EVAL"  # the evaluate library's own permission, needed besides the harness's
 

@@ -17,7 +17,7 @@ from adapterswap.experiments.reporting.relations import Indicator, ZoneGrid
 from adapterswap.experiments.reporting.report import Report
 from adapterswap.experiments.reporting.statistics import MIN_UNITS, cliques
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.style import STYLE, legend_shape, readable_on, wrapped
+from adapterswap.kit.style import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -353,7 +353,7 @@ def _p(value: float) -> str:
 def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     """A row for each method: its units, its mean with the interval, and the mean as a number on the right."""
     rows = data["rows"]
-    labels = [wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
+    labels = [STYLE.wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
     lines = [label.count("\n") + 1 for label in labels]
     axis = _wrapped_lines(data["axis"], width * 0.62)
     row_heights = [max(1.35, 0.35 + count) * _LINE for count in lines]
@@ -420,7 +420,7 @@ def _few_ticks(axis: Any, number: int, *, whole: bool = False) -> None:
 
 def _wrapped_lines(text: str, inches: float) -> str:
     """`text` with each line wrapped to a width of `inches`."""
-    return "\n".join(wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
+    return "\n".join(STYLE.wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
 
 
 def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
@@ -454,7 +454,9 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
             text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
             if len(text.split("\n")[0]) * _CHARACTER > side:
                 text = number
-            axes.text(x, y, text, ha="center", va="center", fontsize=size, color=readable_on(colour), linespacing=1.05)
+            axes.text(
+                x, y, text, ha="center", va="center", fontsize=size, color=STYLE.readable_on(colour), linespacing=1.05
+            )
     axes.set_xlim(-0.5, len(bottoms) - 0.5)
     axes.set_ylim(-0.5, len(tops) - 0.5)
     every = max(1, math.ceil(0.16 / side))
@@ -483,7 +485,7 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     left = ordered[: (len(ordered) + 1) // 2]
     right = ordered[len(left) :][::-1]
     characters = max(10, int(width * 0.3 / _CHARACTER))
-    labels = {method: wrapped(method, characters) for method in ordered}
+    labels = {method: STYLE.wrapped(method, characters) for method in ordered}
     step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
     joined = 0.75 * len(data["cliques"]) + 0.6
     depth = joined + step * len(left)
@@ -632,13 +634,13 @@ def _legend(figure: Figure, handles: list[Any], columns: int) -> None:
 
 
 def _legend_shape(names: Sequence[str], width: float) -> tuple[int, int]:
-    return legend_shape(names, width, cut=30, inches=_CHARACTER * 1.12, room=0.45)
+    return STYLE.legend_shape(names, width, cut=30, inches=_CHARACTER * 1.12, room=0.45)
 
 
 def _handle(name: str, **look: Any) -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], **{"linestyle": "none", "label": wrapped(name, 30), **look})
+    return Line2D([], [], **{"linestyle": "none", "label": STYLE.wrapped(name, 30), **look})
 
 
 _DRAW: Mapping[str, Callable[[Mapping[str, Any], float], Figure]] = {

@@ -271,7 +271,7 @@ def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | 
     if num_layers is None or not cell.task_expert or not cell.composition:
         return None
     composition = validate(dict(cell.composition), Composition, where=f"the cell {cell.short}")
-    if composition.method != "layer_swap" or composition.partition or composition.allocation is not None:
+    if not composition.has_zones:
         return None
     bottom, top, *transition = composition.zones(num_layers)
     settings: Mapping[str, object] = {

@@ -18,6 +18,7 @@ from adapterswap.core import (
     BASE,
     Adapter,
     Composition,
+    Depth,
     ExpertName,
     ModelConfig,
     OpenedBase,
@@ -25,7 +26,6 @@ from adapterswap.core import (
     Rule,
     choose_device,
     compose,
-    known_depth,
     open_adapter,
 )
 from adapterswap.core.companions.companions import CompanionPlan
@@ -346,7 +346,7 @@ class Workspace:
         else:
             named = manifest.adapters
         base = OpenedBase.open(base_model)
-        num_layers = known_depth(ModelConfig(base.config.to_dict()).stacked_layers, base_model, "Use another base")
+        num_layers = Depth.known(ModelConfig(base.config.to_dict()).stacked_layers, base_model, "Use another base")
         if not isinstance(num_layers, int):
             raise UnsupportedError(
                 f"{base_model} has an encoder and a decoder, but the studio shows a single stack of layers",

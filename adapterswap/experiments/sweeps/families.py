@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from adapterswap.core import BASE, ExpertName, Parameter, Partition, Rule
-from adapterswap.core.planning.models import Method, MethodFields
+from adapterswap.core.methods.registry import check_name
+from adapterswap.core.planning.models import MethodFields
 from adapterswap.kit.errors import FieldError
 from adapterswap.kit.files.models import StrictModel
 from adapterswap.kit.files.yaml import FieldMistake
@@ -69,6 +71,8 @@ Name = Annotated[str, AfterValidator(_expert_name)]
 Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
 """A value, or a list of values that are tried in turn; empty if the recipe does not have the field."""
 Count = Annotated[int, Field(ge=0)]
+Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
+"""The name of a method for a whole composition."""
 
 
 class Family(MethodFields):

@@ -152,7 +152,7 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
 def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
     free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
-    if _has_zones(composition):
+    if composition.has_zones:
         return composition.requested_zones(num_layers) == Composition().requested_zones(num_layers) and not changed
     if is_only:
         return True
@@ -162,11 +162,7 @@ def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> 
 
 def overlaps(composition: Composition, num_layers: int) -> bool:
     """Whether a layer swap's zones need more layers than the base has."""
-    return _has_zones(composition) and sum(composition.requested_zones(num_layers)) > num_layers
-
-
-def _has_zones(composition: Composition) -> bool:
-    return composition.method == "layer_swap" and composition.partition is None and composition.allocation is None
+    return composition.has_zones and sum(composition.requested_zones(num_layers)) > num_layers
 
 
 @dataclass(frozen=True)

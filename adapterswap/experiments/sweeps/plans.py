@@ -84,9 +84,7 @@ class Plans(Mapping[str, "Plan | None"]):
         composition = cell.parsed
         if (
             composition is None
-            or composition.method != "layer_swap"
-            or composition.allocation is not None
-            or composition.partition is not None
+            or not composition.has_zones
             or composition.bottom is None
             or composition.top is None
             or cell.output.get("full_rank")

@@ -17,19 +17,16 @@ from adapterswap.core import (
     BASE,
     Adapter,
     Checkpoint,
+    Depth,
     OpenedBase,
     Place,
     Places,
     Plan,
     Target,
-    known_depth,
     open_checkpoint,
     open_expert,
 )
 from adapterswap.core.companions.companions import CompanionPlan
-from adapterswap.core.companions.files import MODEL_CONFIG
-from adapterswap.core.model.checkpoints import model_fingerprints
-from adapterswap.core.model.sources import WEIGHTS
 from adapterswap.core.planning.targets import clash
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.exam import Exam
@@ -246,7 +243,7 @@ def _open(place: str, field: str) -> Expert:
 
 def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
     """Check that PEFT can hold all adapters in one model."""
-    adapters = {name: expert for name, expert in experts.items() if not isinstance(expert, Checkpoint)}
+    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     if (reason := clash({name: (adapter.saved, adapter.parts) for name, adapter in adapters.items()})) is not None:
         problems.add(
             reason,
@@ -259,7 +256,7 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
 def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
     base.check_depth(from_recipe, "Leave num_layers out, or correct it")
     remedy = "Add `num_layers:` to the recipe"
-    return known_depth(from_recipe or base.num_layers, base.reference, remedy, parameter="num_layers")
+    return Depth.known(from_recipe or base.num_layers, base.reference, remedy, parameter="num_layers")
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:
@@ -271,9 +268,7 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "base_model": {
             "source": base.name,
             "revision": base.revision,
-            "config_sha256": sha256_of(base.folder / MODEL_CONFIG),
-            # A Hub commit identifies its files, which may not all be downloaded yet.
-            "files": None if base.revision else model_fingerprints(base.folder),
+            **prepared.base.identity,
         },
         "experts": {
             name: {
@@ -300,10 +295,8 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
 def _hashes(expert: Expert) -> dict[str, Any]:
     """The hashes that identify an expert; for a full checkpoint the same as for the base."""
     if isinstance(expert, Adapter):
-        return {"sha256": sha256_of(expert.source.folder / WEIGHTS), "config_sha256": expert.config.sha256}
-    folder = expert.source.folder
-    files = None if expert.source.revision else model_fingerprints(folder)
-    return {"config_sha256": sha256_of(folder / MODEL_CONFIG), "files": files}
+        return {"sha256": sha256_of(expert.file.path), "config_sha256": expert.config.sha256}
+    return expert.identity
 
 
 def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.core import OpenedBase
-from adapterswap.core.model.sources import HubFailure
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.permitted import uncounted
 from adapterswap.experiments.training.hygiene import MATH, Screen
@@ -43,6 +42,7 @@ from adapterswap.kit.errors import BaseModelError, DataError, NotFoundError, Pro
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand, json_lines, loads, shown
+from adapterswap.kit.hub import HubFailure
 
 _BUFFER = 10_000  # rows
 

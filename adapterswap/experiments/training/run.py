@@ -252,7 +252,7 @@ class _Run:
     def __init__(
         self, prepared: _Prepared, processes: Processes, bar: ProgressRow, *, device: str, dtype: str, folder: Path
     ) -> None:
-        from adapterswap.experiments.training.start import put_below
+        from adapterswap.engines.live.start import put_below
         from adapterswap.experiments.training.trainer import Stopping, build_trainer
 
         recipe, data, start = prepared.recipe, prepared.data, prepared.start
@@ -261,7 +261,7 @@ class _Run:
         self._stopping = Stopping(processes)
         model = load_trainable(prepared.base, recipe, device=device, dtype=dtype)
         if start and start.on_top:
-            model = put_below(model, start, quantized=recipe.quantization is not None)
+            model = put_below(model, start.adapter, quantized=recipe.quantization is not None)
         self.trainer = build_trainer(
             recipe, prepared.base, model, prepared.targets, prepared.rows, prepared.parts,
             data.validation.dataset() if data.validation else None, start=start,

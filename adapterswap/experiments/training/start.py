@@ -9,7 +9,6 @@ quantized.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,48 +157,3 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
             "Train on a base with the start's tokenizer, or remove it from the start's folder if it is not in use",
         )
     problems.raise_if_any()
-
-
-def take_over(model: Any, start: Start, trained: frozenset[str]) -> None:
-    """Give the model's new LoRA the start's factors, and freeze those of modules that are not trained."""
-    import torch
-    from safetensors import safe_open
-
-    from adapterswap.engines.live.inventory import factors_by_module
-    from adapterswap.engines.live.loader import check_copies
-
-    adapter, tensors = start.adapter, factors_by_module(model, "default")
-    old_names = {old: new for new, old in adapter.original.items()}
-    check_copies(adapter.file, "the start", dict(model.get_base_model().named_modules()), old_names)
-    with torch.no_grad(), safe_open(adapter.file.path, "pt") as file:
-        for name, module in adapter.modules.items():
-            for parameter, stored in ((tensors[name].a, module.a), (tensors[name].b, module.b)):
-                parameter.copy_(file.get_tensor(stored.name))
-                parameter.requires_grad_(name in trained)
-
-
-def put_below(model: Any, start: Start, *, quantized: bool) -> Any:
-    """The base's model with the start in it: merged into its weights or, if those are quantized, added to outputs."""
-    from adapterswap.engines.live.inventory import factors_by_module
-    from adapterswap.engines.live.loader import load_expert
-
-    loaded = load_expert(model, start.adapter, "below")
-    if not quantized:
-        return loaded.merge_and_unload()
-    terms = factors_by_module(loaded, "below")
-    model = loaded.unload()
-    for name, term in terms.items():
-        if term.embedding:
-            raise UnsupportedError(
-                f"The start adapts the embedding {name}, and the base is quantized",
-                "Train without `quantization`, or start from the adapter itself",
-                parameter="start",
-            )
-        scale = start.adapter.modules[name].scale
-        model.get_submodule(name).register_forward_hook(partial(_add, term.a.detach(), term.b.detach(), scale))
-    return model
-
-
-def _add(a: Any, b: Any, scale: float, module: Any, inputs: Any, output: Any) -> Any:
-    """A linear module's output and s·B·A·x, computed in the factors' dtype."""
-    return output + (scale * (inputs[0].to(a.dtype) @ a.T @ b.T)).to(output.dtype)

@@ -13,15 +13,14 @@ from adapterswap.core import (
     Adapter,
     Base,
     Composition,
+    Depth,
     ModelConfig,
     Partition,
     check_one_list,
-    known_depth,
     parse_layers,
 )
-from adapterswap.core.experts.config import scale
 from adapterswap.core.model.layers import ModuleName, layer_container
-from adapterswap.core.writing.layout import Shape
+from adapterswap.core.writing.peft_config import Shape
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
 from adapterswap.kit.errors import FieldError, Problems, UnsupportedError
 
@@ -181,7 +180,7 @@ class _Targeted:
     def _sides(self, partition: Partition) -> Callable[[str], Side | None]:
         """A function from a module's name to its side in the partition; None for modules outside the layers."""
         in_config, name = ModelConfig(self.config.to_dict()).num_layers, type(self.model).__name__
-        depth = known_depth(in_config, name, "Use adapter.layers instead of a partition")
+        depth = Depth.known(in_config, name, "Use adapter.layers instead of a partition")
         rules = Composition(partition=partition).rules(depth)
 
         def side_of(module: str) -> Side | None:  # norms follow their layer, like everything in it except attention
@@ -286,8 +285,8 @@ def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> 
         if (module := start.modules.get(name)) is not None:
             shapes[name] = Shape(module.rank, module.alpha, module.scale)
         else:
-            wanted = scale(options.r, options.alpha, options.rslora)
-            shapes[name] = Shape.of_scale(options.r, rslora, wanted)
+            wanted = Shape.of_alpha(options.r, options.alpha, options.rslora)
+            shapes[name] = Shape.of_scale(options.r, rslora, wanted.scale)
     return shapes
 
 

@@ -30,12 +30,13 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
 from adapterswap.core import OpenedBase
+from adapterswap.engines.live.start import take_over
 from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.experiments.training.data import row_lengths
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
 from adapterswap.experiments.training.report import choose_schedule, parts_of_batch, rows_a_step, steps_between
-from adapterswap.experiments.training.start import Start, take_over
+from adapterswap.experiments.training.start import Start
 from adapterswap.experiments.training.targets import TrainingTargets
 from adapterswap.kit.errors import RunError, UnsupportedError
 from adapterswap.kit.processes import Processes, TerminationHandler
@@ -385,7 +386,7 @@ def build_trainer(
             if parameter.requires_grad:  # TRL rounds the adapters on a quantized base to bfloat16
                 parameter.data = parameter.data.float()
     if start is not None and not start.on_top:
-        take_over(trainer.model, start, targets.modules)
+        take_over(trainer.model, start.adapter, targets.modules)
     if options.group_by_length:
         rows = options.batch_size * options.gradient_accumulation
         trainer.order = RowsByLength(lengths.tolist(), rows=rows, seed=options.data_seed)

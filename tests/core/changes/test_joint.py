@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near, tolerance
 
+from adapterswap.core.changes.factors import Factors
 from adapterswap.core.changes.joint import Basis, Joint, mixed
-from adapterswap.core.changes.reading import Factors
 
 DOUBLE = torch.float64
 OUT, WIDTH, RANK = 40, 30, 6

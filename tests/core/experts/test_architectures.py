@@ -19,8 +19,8 @@ from tolerances import close
 import adapterswap
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.model.sources import Source
+from adapterswap.engines.live import with_adapter
 from adapterswap.engines.live.loader import load_expert
-from adapterswap.experiments.evaluation.subjects import _with_adapter
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 
 
@@ -116,7 +116,7 @@ def test_what_peft_would_lose_is_refused_when_loaded_and_left_out_by_a_rule(tmp_
             load_expert(type(base).from_pretrained(tmp_path / "base"), subject.experts[0], "math")
         source = Source.find(subject.experts[0], [], what="adapter")
         with refused(ExpertError, "adapter", match="missing adapter keys"):
-            _with_adapter(type(base).from_pretrained(tmp_path / "base"), source)
+            with_adapter(type(base).from_pretrained(tmp_path / "base"), source)
         rules = [{"modules": ["shared_experts"], "expert": "base"}, {"expert": "math"}]
         plan = adapterswap.compose(adapterswap.Composition(allocation=rules), {"math": subject.experts[0]})
         model, _ = architectures.load_with_peft(base, adapterswap.write_adapter(plan, tmp_path / "out"))

@@ -15,7 +15,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.model.sources import Records, Source
 from adapterswap.engines.live.loader import load_expert
 from adapterswap.engines.serving.cache import Cache

@@ -17,7 +17,7 @@ from refusals import refused
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.model.sources import Source
 from adapterswap.engines.serving.composer import other_base
 from adapterswap.experiments.evaluation.subjects import Subject

@@ -24,9 +24,10 @@ from safetensors.numpy import save
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model import sources
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.sources import HubFailure, Reference, Source, same_base
+from adapterswap.core.model.sources import Reference, Source, same_base
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.kit.errors import BaseModelError, ExpertError, NotFoundError
+from adapterswap.kit.hub import HubFailure
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OLDER = "89abcdef0123456789abcdef0123456789abcdef"

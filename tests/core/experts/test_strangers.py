@@ -16,7 +16,7 @@ from refusals import refused
 from adapterswap.core.experts.adapter import open_adapter
 from adapterswap.core.model.base import read_config
 from adapterswap.core.model.sources import Source
-from adapterswap.experiments.evaluation.subjects import find_adapter
+from adapterswap.engines.live import find_adapter
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
 from adapterswap.kit.files.tensorfile import TensorFile
 

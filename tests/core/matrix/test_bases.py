@@ -19,7 +19,7 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.model.sources import base_fingerprints
 from adapterswap.kit.errors import BaseModelError, ExpertError, UnsupportedError
 from core.matrix.adapters import Pair, save_expert

@@ -18,7 +18,7 @@ from peft import PeftModel
 from refusals import refused
 
 import adapterswap
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.engines.live import load_experts
 from adapterswap.kit.errors import (
     AdapterswapError,

@@ -15,7 +15,7 @@ from refusals import refused
 from tolerances import close
 
 import adapterswap
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.kit.errors import BaseModelError
 from core.merging.conftest import loaded
 

@@ -24,7 +24,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import Composition, LiveComposer
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.planning.targets import Target
 from adapterswap.engines.serving.cache import Memo
 from adapterswap.engines.serving.composer import base_shapes, check_fits

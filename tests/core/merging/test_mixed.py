@@ -15,7 +15,7 @@ from pico_models import merged_by_peft
 from tolerances import close, near
 
 import adapterswap
-from adapterswap.core.writing.streaming import ModelForm
+from adapterswap.core.writing.stream import ModelForm
 from adapterswap.core.writing.weights import prepare_model
 from core.merging.conftest import equal, loaded
 from core.merging.test_full_experts import algorithm_1, is_transformer, layer_of, same_weights

@@ -14,7 +14,7 @@ from tolerances import close, near
 
 import adapterswap
 from adapterswap import Composition
-from adapterswap.core.writing.streaming import ModelForm
+from adapterswap.core.writing.stream import ModelForm
 from adapterswap.core.writing.weights import prepare_model
 from adapterswap.tools.verification import verify
 from core.planning.test_sides import METHODS, combined, label

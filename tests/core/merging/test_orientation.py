@@ -26,7 +26,7 @@ from tolerances import close
 
 import adapterswap
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, read_shards
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.model.sources import Source
 from adapterswap.engines.live import LiveComposer
 from adapterswap.kit.errors import BaseModelError

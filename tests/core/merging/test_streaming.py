@@ -17,9 +17,9 @@ from tolerances import close
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.core.model.loading import choose_device
-from adapterswap.core.writing import blocks, streaming
-from adapterswap.core.writing.streaming import ModelForm, Stopped, work_off
+from adapterswap.core.model.opened_base import choose_device
+from adapterswap.core.writing import blocks, stream
+from adapterswap.core.writing.stream import ModelForm, Stopped, work_off
 from adapterswap.core.writing.weights import prepare_model
 from core.merging.conftest import equal
 
@@ -63,7 +63,7 @@ def test_devices_are_named_as_in_torch(name: str) -> None:
         except AdapterswapError as error:
             return {str(error)}
 
-    assert outcome(lambda: streaming.choose_devices(name)) == outcome(lambda: [str(choose_device(name))])
+    assert outcome(lambda: stream.choose_devices(name)) == outcome(lambda: [str(choose_device(name))])
 
 
 def test_devices_hold_numbers() -> None:
@@ -81,7 +81,7 @@ def test_layers_spread_over_devices_give_the_same_bytes(
     merged = prepare_model(plan, ModelForm("40KB"))
     for name, on in (("one", ["cpu"]), ("many", devices)):
         (tmp_path / name).mkdir()
-        streaming.stream(merged.plan, merged.shards, tmp_path / name, devices=on, kept_rows={})
+        stream.stream(merged.plan, merged.shards, tmp_path / name, devices=on, kept_rows={})
     assert snapshot(tmp_path / "one") == snapshot(tmp_path / "many")
 
 

@@ -24,14 +24,14 @@ from tolerances import close, near, tolerance
 
 import adapterswap
 from adapterswap import Composition
+from adapterswap.core.changes.factors import FactorReader, Factors
 from adapterswap.core.changes.joint import Joint
-from adapterswap.core.changes.reading import FactorReader, Factors
 from adapterswap.core.methods.dense import drop_mask, keep_largest
 from adapterswap.core.planning.rules import Rule
 from adapterswap.core.writing.adapter import prepare
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.reduction import approximate, dense_delta
-from adapterswap.core.writing.resolving import Resolved
+from adapterswap.core.writing.resolution import Resolved
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
 from core.planning.test_sides import combined
 from core.writing.test_blends import deltas, handmade

@@ -12,8 +12,8 @@ from refusals import refused
 
 import adapterswap
 from adapterswap.core.model.layers import format_layers, parse_layers
-from adapterswap.core.planning.composing import slice_layers
 from adapterswap.core.planning.composition import Composition, parse_composition
+from adapterswap.core.planning.functions import slice_layers
 from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
 from adapterswap.kit.files.models import read_recipe, validate

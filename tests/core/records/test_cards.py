@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.model.sources import Source
 from adapterswap.core.writing.cards import Licence, licence_of
 from adapterswap.kit.files.yaml import parse_yaml

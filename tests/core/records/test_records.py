@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 import adapterswap
 from adapterswap import AdapterswapError
-from adapterswap.core.planning.composing import slice_layers
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.functions import slice_layers
 from adapterswap.kit.errors import ExpertError
 from adapterswap.tools.verification import verify
 

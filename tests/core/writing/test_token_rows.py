@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import adapterswap
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, UnsupportedError
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 
 import adapterswap
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 
 __all__ = [
     "LAYERS",

@@ -18,7 +18,7 @@ from tolerances import close
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import adapterswap
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.writing import copies
 from adapterswap.engines.live import LiveComposer, load_expert
 from adapterswap.kit.errors import ExpertError, UnsupportedError

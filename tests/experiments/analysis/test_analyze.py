@@ -26,7 +26,7 @@ from tolerances import close, near, tolerance
 from adapterswap import AdapterswapError, Composition, compose
 from adapterswap.core.experts.adapter import open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.writing.resolving import Resolved
+from adapterswap.core.writing.resolution import Resolved
 from adapterswap.experiments.analysis import Changes, choose_threshold, measure, read_fractions
 from adapterswap.experiments.analysis.analysis import analyze
 from adapterswap.experiments.analysis.interference import FractionTable, Interference, write_fractions

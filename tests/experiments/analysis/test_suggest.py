@@ -19,7 +19,7 @@ from refusals import refused
 from tolerances import near, tolerance
 
 from adapterswap import Composition, open_adapter
-from adapterswap.core.planning.composing import soup
+from adapterswap.core.planning.functions import soup
 from adapterswap.core.planning.plan import Plan
 from adapterswap.engines.live import load_experts
 from adapterswap.experiments.analysis.interference import measure

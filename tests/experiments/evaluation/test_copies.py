@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from adapterswap import AdapterswapError, layer_swap, write_adapter
-from adapterswap.core.model.loading import OpenedBase, quiet_peft
-from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
+from adapterswap.core.model.opened_base import OpenedBase, quiet_peft
+from adapterswap.engines.live import find_adapter
+from adapterswap.experiments.evaluation.subjects import Subject
 
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 259
 

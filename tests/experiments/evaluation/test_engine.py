@@ -17,7 +17,7 @@ import torch
 from tolerances import near
 from transformers import AutoModelForCausalLM
 
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
 from adapterswap.experiments.evaluation.engine import Engine, Job, Loadable
 from adapterswap.experiments.evaluation.exam import Exam

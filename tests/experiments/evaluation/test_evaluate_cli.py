@@ -16,7 +16,7 @@ from click.testing import Result
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from adapterswap.experiments.evaluation import subjects
+from adapterswap.engines.live import peft_adapter
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
 
 from .conftest import pico_model
@@ -255,7 +255,7 @@ def test_an_output_is_replaced_when_asked(evaluate_: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("key", list(subjects._REGEXES))
+@pytest.mark.parametrize("key", list(peft_adapter._REGEXES))
 def test_an_adapter_whose_regexes_would_never_finish(
     key: str,
     run: Run,
@@ -265,7 +265,7 @@ def test_an_adapter_whose_regexes_would_never_finish(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PEFT would try them on every module."""
-    monkeypatch.setattr("adapterswap.experiments.evaluation.subjects._SECONDS", 2)
+    monkeypatch.setattr("adapterswap.engines.live.peft_adapter._SECONDS", 2)
     shutil.copytree(byte_expert("math"), tmp_path / "odd")
     config = json.loads((tmp_path / "odd" / "adapter_config.json").read_text())
     endless = r"(?:[\w.]+[\w.]+)+!"

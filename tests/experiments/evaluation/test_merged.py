@@ -8,7 +8,7 @@ from pathlib import Path
 import choices
 
 import adapterswap
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.experiments.evaluation import Settings, evaluate
 from adapterswap.experiments.evaluation.subjects import Subject
 

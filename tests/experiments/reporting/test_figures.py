@@ -17,7 +17,7 @@ from adapterswap.experiments.reporting.statistics import cliques
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
 from adapterswap.kit.errors import ArgumentError
-from adapterswap.kit.style import STYLE, readable_on, wrapped
+from adapterswap.kit.style import STYLE
 
 from .conftest import Written
 from .crafting import craft, recipe
@@ -177,7 +177,7 @@ def test_lightness_alone_orders_a_landscape(written: Written) -> None:
     grey = [(score, 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]) for score, colour, _ in cells]
     ordered = sorted(grey)
     assert all(a[1] >= b[1] for a, b in pairwise(ordered) if a[0] < b[0])
-    assert all(text == readable_on(colour) for _, colour, text in cells)
+    assert all(text == STYLE.readable_on(colour) for _, colour, text in cells)
 
 
 def test_the_diagram_joins_what_does_not_differ(written: Written) -> None:
@@ -291,8 +291,8 @@ def test_invalid_widths(text: str) -> None:
 def test_series_are_distinguishable_without_colour() -> None:
     number = 36
     assert len({(look.marker, look.line) for look in STYLE.looks(number)}) == number
-    assert wrapped("swahili " * 20, 12).count("\n") == 2
-    assert "U+0B95" in wrapped("க", 20)
+    assert STYLE.wrapped("swahili " * 20, 12).count("\n") == 2
+    assert "U+0B95" in STYLE.wrapped("க", 20)
 
 
 def test_scores_that_differ_only_by_rounding_have_a_scale(written: Written) -> None:

@@ -17,7 +17,7 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 import adapterswap
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.writing.weights import merge
 from adapterswap.experiments.evaluation import evaluate
 from adapterswap.experiments.evaluation.subjects import Subject
@@ -275,7 +275,7 @@ def test_a_full_disk_names_the_temporary_folder(full: Path, tmp_path: Path, monk
 
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("adapterswap.core.writing.streaming.OutputShard.size", property(lambda shard: 2**62))
+    monkeypatch.setattr("adapterswap.core.writing.stream.OutputShard.size", property(lambda shard: 2**62))
     with pytest.raises(OutputError, match="TMPDIR"):
         sweep(recipe_of(full, compositions=[{"method": "soup"}], baselines=["base"]), tmp_path / "run", device="cpu")
     assert [result.cell.family for result in Run.read(tmp_path / "run").results] == ["base"]

@@ -13,8 +13,9 @@ from refusals import refused
 from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
+from adapterswap.engines.live import find_adapter
 from adapterswap.experiments.evaluation import EvaluationResult, evaluate
-from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
+from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.sweeps import (
     Run,
     SweepProgress,

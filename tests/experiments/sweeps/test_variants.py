@@ -13,9 +13,10 @@ from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from adapterswap import write_adapter
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
+from adapterswap.engines.live import find_adapter
 from adapterswap.experiments.evaluation import evaluate
-from adapterswap.experiments.evaluation.subjects import Subject, find_adapter
+from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_samples, sweep
 from adapterswap.experiments.sweeps.judge import way_of
 from adapterswap.kit.errors import UnsupportedError

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerances import close, near
 
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.experiments.training import TrainRecipe, train
 from adapterswap.experiments.training.base import with_padding
 from adapterswap.experiments.training.data import load_data, sequences

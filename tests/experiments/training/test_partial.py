@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.core.model.loading import OpenedBase
-from adapterswap.core.planning.composing import slice_layers
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.planning.composition import Composition
-from adapterswap.core.planning.making import make_plan
+from adapterswap.core.planning.functions import slice_layers
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.writing.adapter import write_adapter
 from adapterswap.experiments.training import TrainRecipe, estimate, train
 from adapterswap.experiments.training.base import with_padding

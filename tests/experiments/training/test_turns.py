@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from adapterswap.core.model.layers import ModuleName
-from adapterswap.core.model.loading import OpenedBase
+from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.experiments.training import TrainRecipe, estimate, train
 from adapterswap.experiments.training.data import load_data
 from adapterswap.experiments.training.recipe import TrainingOptions
@@ -119,7 +119,7 @@ def test_steps_of_a_run_in_turns() -> None:
 
 
 def test_validation_is_half_of_either_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.core.model.opened_base import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 
@@ -151,7 +151,7 @@ def test_an_epoch_ends_with_the_longer_side(tmp_path: Path, make_recipe: MakeRec
 
 
 def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
-    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.core.model.opened_base import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data, sequences
 
@@ -191,7 +191,7 @@ def test_conflicting_settings_are_refused(
 
 def test_without_turns_sides_are_mixed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
     """Data mixing: one run over both sources, whose rows are joined and shuffled."""
-    from adapterswap.core.model.loading import OpenedBase
+    from adapterswap.core.model.opened_base import OpenedBase
     from adapterswap.experiments.training.base import with_padding
     from adapterswap.experiments.training.data import load_data
 

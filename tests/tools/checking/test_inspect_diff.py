@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tolerances import near, tolerance
 
 import adapterswap
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.planning.composition import Composition
 
 Run = Callable[..., Result]

@@ -17,8 +17,8 @@ from click.testing import Result
 from crafting import snapshot
 
 import adapterswap
-from adapterswap.core.model import loading as bases
-from adapterswap.core.writing.layout import Shape
+from adapterswap.core.model import opened_base as bases
+from adapterswap.core.writing.peft_config import Shape
 from adapterswap.core.writing.records import read_record
 from adapterswap.tools.extraction import extract
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from refusals import refused
 from tolerances import close, near
 
-from adapterswap.core.model.loading import quiet_peft
+from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.tools.extraction import Extraction, extract
 from adapterswap.tools.verification import verify

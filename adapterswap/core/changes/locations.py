@@ -16,10 +16,10 @@ from typing import NamedTuple
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
-from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, and_more, compare_shapes
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, compare_shapes
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
-from adapterswap.core.model.layers import ModelConfig, ModuleName, has_both_stacks
-from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError
+from adapterswap.core.model.layers import ModelConfig, ModuleName
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor
 
@@ -157,7 +157,7 @@ def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
             weight = model.base.get(model.base.find(part.name, adapter.container) or "")
             if weight is not None and weight.tied:
                 raise _shared(expert, weight.name, weight.tied, model)
-    if not has_both_stacks(model.container) or not _changes_an_end(adapter, model):
+    if not model.has_both_stacks or not _changes_an_end(adapter, model):
         return
     for name, others in model.base.shared_embeddings.items():
         changed = [p for p in adapter.parts.values() if p.layer is None and f".{name}".endswith(f".{p.name}")]

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from adapterswap.core.changes.factors import FactorReader, Factors, row_reader
 from adapterswap.core.changes.joint import Joint
 from adapterswap.core.changes.kinds import Change, Whole
-from adapterswap.core.changes.locating import locate_all
-from adapterswap.core.changes.reading import FactorReader, Factors, row_reader
+from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule

@@ -16,8 +16,8 @@ from typing import Any
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
 from adapterswap.core.model.base import empty_language_model, read_config
-from adapterswap.core.model.checkpoints import check_alone
-from adapterswap.core.model.layers import ModelConfig, NumLayers, check_depth_of
+from adapterswap.core.model.checkpoints import check_alone, model_identity
+from adapterswap.core.model.layers import Depth, ModelConfig, NumLayers
 from adapterswap.core.model.sources import Source
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, BaseModelError, ExpertError, reason_of
@@ -55,9 +55,14 @@ class OpenedBase:
         """The number of the language model's layers; None if its config does not say it."""
         return ModelConfig(self.config.to_dict()).num_layers
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """See `model_identity`."""
+        return model_identity(self.source)
+
     def check_depth(self, requested: NumLayers | None, remedy: str) -> None:
         """Raise `CompositionError` if the base has another number of layers than was requested, and both are known."""
-        check_depth_of(self.reference, self.num_layers, requested, remedy)
+        Depth.check(self.reference, self.num_layers, requested, remedy)
 
     def with_companions(self, companions: CompanionPlan) -> OpenedBase:
         """The base with the tokenizer, the chat templates and the ends of answers that full weights would have.

@@ -11,9 +11,9 @@ from dataclasses import replace
 from numbers import Integral
 
 from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
-from adapterswap.core.changes.locating import Located, TiedHead, locate_all
+from adapterswap.core.changes.locations import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import FullModule, Part, and_more
+from adapterswap.core.experts.parts import FullModule, Part
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
@@ -23,8 +23,9 @@ from adapterswap.core.planning.composition import Composition, as_composition
 from adapterswap.core.planning.depth import find_depth, find_stored_depth, outside_the_layers
 from adapterswap.core.planning.fit import Fit, Heads, Placed, fit
 from adapterswap.core.planning.gates import check
+from adapterswap.core.planning.lent_rows import with_lent_rows, with_rows_of_base
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rows import settle_vocabulary, with_lent_rows, with_rows_of_base, without_advice
+from adapterswap.core.planning.rows import settle_vocabulary, without_advice
 from adapterswap.core.planning.rules import Rule
 from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.core.planning.stages import (
@@ -39,7 +40,7 @@ from adapterswap.core.planning.stages import (
     Ruled,
     Skeleton,
 )
-from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, check_type
+from adapterswap.kit.errors import BaseModelError, ExpertError, Problems, UnsupportedError, and_more, check_type
 
 Expert = Adapter | Checkpoint
 
@@ -317,7 +318,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """Turn a plan of adapters into a plan of full weights: the adapters merged into their base.
 
     Args:
-        plan: with its final coefficients; see `writing.resolving.Resolved.of`.
+        plan: with its final coefficients; see `writing.resolution.Resolved.of`.
         base: the base that the experts adapt.
     """
     problems = Problems(BaseModelError)

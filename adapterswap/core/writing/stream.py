@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from adapterswap.core.model.checkpoints import MODEL_INDEX
-from adapterswap.core.model.loading import choose_device
+from adapterswap.core.model.opened_base import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.blocks import Entered, ResultTensor, Rows, compute, needs_torch, read_blocks

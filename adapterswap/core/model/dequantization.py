@@ -11,7 +11,7 @@ from typing import Any
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.model.base import read_config
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.loading import load_as_saved
+from adapterswap.core.model.opened_base import load_as_saved
 from adapterswap.core.model.quantization import Quantization, quantization_in, settings_in
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
 from adapterswap.kit.files.folders import scratch_folder

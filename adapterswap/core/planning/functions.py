@@ -22,9 +22,9 @@ from adapterswap.core.model.layers import (
 )
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition
-from adapterswap.core.planning.making import make_plan
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slices import rules_of_slice
 from adapterswap.kit.errors import (

@@ -1,0 +1,267 @@
+"""Gates of embeddings and heads: whether their rows can be computed one by one, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from adapterswap.core.companions.tokenizer import Tokens, clashes
+from adapterswap.core.model.layers import ModuleName
+from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.rows import Rows, TokenTable, Vocabularies, trained_terms
+from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.kit.errors import (
+    BaseModelError,
+    CompositionError,
+    ExpertError,
+    Problems,
+    UnsupportedError,
+    and_more,
+)
+
+_SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
+
+
+def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
+    """Report clashes of tokens, and new tokens that would get no row, or only part of one."""
+    table, composition = made.table, made.composition
+    if table is None or composition is None:
+        return
+    for error in table.unreadable:
+        with problems.collect():
+            raise error
+    _check_clashes(table, problems)
+    if problems:
+        return
+    for before, slot in zip(made.before, made.slots, strict=True):
+        if before.of_tokens:
+            _check_trained_tokens(before, slot, table.tokens, problems)
+        elif before.name in made.rows:
+            with problems.collect():
+                _check_rows(made.rows[before.name], slot, composition)
+    if not any(slot.is_stored for slot in made.slots):  # else `gates` checks them, after the rows of LoRA's copies
+        check_sizes(made.sizes, problems)
+    check_ties(made.slots, table.config, problems)
+
+
+def _check_clashes(table: TokenTable, problems: Problems) -> None:
+    """Report experts that have different tokens under one id."""
+    own = {name: {i: t for i, t in tokens.items() if table.base.get(i) != t} for name, tokens in table.tokens.items()}
+    more = "" if table.is_named else ". If one of them has the base's tokens, pass the base as `base_model`"
+    for number, name in enumerate(own):
+        for other in [*own][:number]:
+            if odd := clashes(own[other], own[name]):
+                problems.add(
+                    f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
+                    "Train both with one tokenizer: add all new tokens, in one order, to each before training" + more,
+                    kind=ExpertError,
+                )
+
+
+def _check_trained_tokens(slot: Slot, settled: Slot, tokens: Mapping[str, Tokens], problems: Problems) -> None:
+    """Report blends of trained tokens with an expert that changes the whole weight, weights that are not above 0, and
+    new tokens of several experts that may differ.
+
+    Args:
+        slot, settled: the slot without and with the rows of its tokens.
+        tokens: expert → its tokens, for experts with a tokenizer.
+        problems: collects the mistakes.
+    """
+    trained = [term for term in slot.whole if term.change.rows]
+    other = next((term for term in slot.terms if term not in trained), None)
+    remedy = f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {trained[0].expert}}}"
+    if other is not None:
+        problems.add(
+            f"{trained[0].expert} trained single tokens of {slot.name} (trainable_token_indices), but {other.expert} "
+            "changes the whole weight, so the two cannot be blended",
+            remedy.replace("one expert", "one of them", 1),
+            kind=UnsupportedError,
+        )
+        return
+    if slot.rule is not None and slot.rule.combines_sides:
+        return
+    if odd := next((name for name, term in trained_terms(slot).items() if term.coefficient <= 0), None):
+        problems.add(
+            f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
+            remedy,
+            kind=CompositionError,
+        )
+        return
+    shared = (span for span in settled.spans if span.is_new and len(span.terms) > 1)
+    if unknown := next((span for span in shared if not _has_tokenizers(span, tokens)), None):
+        several = [term.expert for term in unknown.terms]
+        problems.add(
+            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
+            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
+            "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
+        )
+
+
+def _has_tokenizers(span: Span, tokens: Mapping[str, Tokens]) -> bool:
+    return all(term.expert in tokens for term in span.terms)
+
+
+def _check_rows(rows: Rows, settled: Slot, composition: Composition) -> None:
+    """Raise if the rows of a slot cannot be computed one by one, or if it is not known whose they are."""
+    slot = rows.slot
+    _check_named(rows)
+    if not slot.terms:
+        return
+    _check_shrunk(rows)
+    if not rows.are_separate:
+        if rows.have_one_rule:
+            return
+        _check_sum(rows, composition)
+    _check_texts(rows)
+    _check_owned(rows)
+    if settled.spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
+        weighting = "magnitude weights" if slot.method == "linear" else slot.method
+        raise UnsupportedError(
+            f"{slot.name} has rows for tokens that the base or an expert lacks, so it cannot be combined by "
+            f"{weighting}",
+            f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.module}], expert: NAME}}",
+            parameter="weights" if slot.method == "linear" else "method",
+        )
+
+
+def _check_named(rows: Rows) -> None:
+    """Raise if it is not known which tokens the rows are for, or if new tokens would get no row."""
+    slot, sizes = rows.slot, rows.sizes
+    unnamed = next((name for name in rows.changes if name not in rows.table.tokens), None)
+    differ = len(set(sizes.values())) > 1 or bool(rows.new_ids)
+    if rows.table.size is None and slot.is_stored and differ and unnamed is not None:
+        listed = ", ".join(f"{size} rows in {name}" for name, size in sizes.items())
+        raise ExpertError(
+            f"The rows of {slot.name} are those of different tokens ({listed}), but {unnamed} has no "
+            "tokenizer.json that says which",
+            f"Pass `base_model`, whose tokens are known by their place. {_SAVE}",
+            parameter="base_model",
+        )
+    if rows.new_ids and not slot.terms:
+        owners = _owners(rows.new)
+        raise CompositionError(
+            f"The rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
+            f"{owners} ({_tokens(rows.new)})",
+            "Average it (`outside=average`), or give it to that expert in its own rule: "
+            f"{{modules: [{slot.module}], expert: {owners}}}",
+        )
+
+
+def _check_shrunk(rows: Rows) -> None:
+    """Raise if an expert has fewer rows than the base, and an adapter would have to hold others that it lacks.
+
+    Full weights give each row to the experts that have it.
+    """
+    slot, size = rows.slot, rows.table.size
+    if slot.is_stored:
+        return
+    shrunk = next((name for name, count in rows.sizes.items() if size is not None and count < size), None)
+    if shrunk is None or slot.owner == shrunk:
+        return
+    sizes = {rows.sizes[name] for name in rows.entering}
+    if len(sizes) > 1 or slot.ordinary.rest:
+        raise UnsupportedError(
+            f"{shrunk} shrank the vocabulary: it has {rows.sizes[shrunk]} rows of {slot.name}, and the base {size}, so "
+            "the rows that it removed cannot be averaged",
+            f"Give {slot.module} to {shrunk} in a rule of its own, {{modules: [{slot.module}], expert: {shrunk}}}, or "
+            "train all experts with one vocabulary",
+            parameter="outside",
+        )
+
+
+def _check_sum(rows: Rows, composition: Composition) -> None:
+    """Raise unless the rows can be computed one by one: as a sum with coefficients that no tensor decides."""
+    slot, changes = rows.slot, rows.changes
+    opaque = next((name for name, change in changes.items() if change.replaces and not change.by_rows), None)
+    fixed = slot.rule is not None and not slot.rule.weights and composition.row_threshold is None
+    if fixed and slot.method == "linear" and opaque is None:
+        return
+    owner = max(sorted(rows.entering), key=lambda name: (len(rows.new[name]), rows.sizes[name]))
+    excess = f"new tokens ({_tokens(rows.new)})" if rows.new_ids else f"{rows.sizes[owner]} rows"
+    odd = opaque or owner
+    raise UnsupportedError(
+        f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
+        f"`{slot.rule}` does not combine with fixed weights"
+        if odd == owner
+        else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
+        "be computed one by one",
+        f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
+    )
+
+
+def _check_texts(rows: Rows) -> None:
+    """Raise if two experts hold a row of one id, and one of them has no tokenizer that says for which token."""
+    unknown = next((name for name, tokens in rows.new.items() if None in tokens.values()), None)
+    if unknown is None:
+        return
+    others = [tokens for name, tokens in rows.new.items() if name != unknown]
+    if shared := {i for i in rows.new[unknown] if any(i in tokens for tokens in others)}:
+        raise ExpertError(
+            f"{' and '.join(rows.new)} hold rows for new tokens ({_ids(shared)}) in {rows.slot.name}, but {unknown} "
+            "has no tokenizer.json that says which tokens they are",
+            _SAVE,
+        )
+
+
+def _check_owned(rows: Rows) -> None:
+    """Raise if several experts hold a row for a new token, and the rule gives it to none of them."""
+    named = {term.expert for term in rows.slot.terms}
+    for token in sorted(rows.new_ids):
+        owners = [name for name, tokens in rows.new.items() if token in tokens]
+        if len(owners) > 1 and not named.intersection(owners):
+            raise CompositionError(
+                f"{' and '.join(owners)} each hold a row for the new token {token} in {rows.slot.name}, but the rule "
+                f"`{rows.slot.rule}` gives it to neither",
+                f"Give it to one of them in its own rule: {{modules: [{rows.slot.module}], expert: {owners[0]}}}",
+            )
+
+
+def check_sizes(sizes: Mapping[str, int], problems: Problems) -> None:
+    """Check that all embeddings and heads of a result have the same number of rows (`sizes`, by name)."""
+    if len(set(sizes.values())) > 1:
+        few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        problems.add(
+            f"{many} would have {sizes[many]} rows and {few} {sizes[few]}: an expert resized the vocabulary but holds "
+            "only one of the two",
+            "Save that expert again with both in modules_to_save, or with save_embedding_layers=True",
+            kind=UnsupportedError,
+        )
+
+
+def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """Report results that PEFT computes wrongly if the base ties its head to its embedding.
+
+    Trained tokens of an embedding also apply to the tied head, unless an adapter changes both. So no other change of an
+    embedding or head is allowed, unless the base's config says that they are not tied.
+    """
+    trained = [slot for slot in slots if slot.of_tokens]
+    changed = [
+        slot for slot in slots if slot.terms and (slot in trained or ModuleName(slot.name).is_vocabulary(slot.layer))
+    ]
+    if not trained or (config is not None and config.get("tie_word_embeddings") is False):
+        return
+    if len(changed) == 1 and not ModuleName(changed[0].name).is_head:
+        return
+    names = " and ".join(slot.name for slot in changed)
+    tied = "its config.json is not on this machine" if config is None else "its config.json does not say that"
+    problems.add(
+        f"Tokens of {trained[0].name} were trained (trainable_token_indices), and the result changes {names}. PEFT "
+        f"computes that correctly only if the base's embedding and head are not tied, but {tied}",
+        "Use a base with `tie_word_embeddings: false` and pass it as `base_model`, or leave all but the embedding to "
+        "the base by rules",
+        parameter="base_model",
+        kind=BaseModelError if config is None else UnsupportedError,
+    )
+
+
+def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    return " and ".join(name for name, tokens in new.items() if tokens)
+
+
+def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:
+    texts = {i: token for tokens in new.values() for i, token in tokens.items()}
+    return and_more([f"{i}" if texts[i] is None else f"{i} {texts[i]!r}" for i in sorted(texts)])
+
+
+def _ids(numbers: set[int]) -> str:
+    return and_more([str(number) for number in sorted(numbers)])

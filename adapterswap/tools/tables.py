@@ -1,0 +1,83 @@
+"""The tables of `inspect`: what an expert holds, part by part, with the values that each kind of part has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule
+from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
+from adapterswap.core.model.layers import Kind, ModuleName
+from adapterswap.engines.gguf.adapter import GgufAdapter, GgufModule
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of an expert.
+
+    Attributes:
+        name: its name within its layer, with the stack in front in a model with two; outside the layers, its full name.
+        kind: attention, mlp, …
+        layer: its layer; None outside the layers.
+        values: by the name of the column; `shape` and `out × in` are tuples.
+        nbytes: its size; None where a table does not show it.
+    """
+
+    name: str
+    kind: Kind
+    layer: int | None
+    values: dict[str, Any]
+    nbytes: int | None = None
+
+
+def tables(expert: Adapter | Checkpoint | GgufAdapter) -> dict[str, list[Row]]:
+    """The parts of an expert by what they are: `module`, `tensor`, a kind of PEFT, `trained in full`…
+
+    Nothing has an empty table.
+    """
+    if isinstance(expert, GgufAdapter):
+        found = {"module": [_gguf_row(module) for module in expert.modules.values()]}
+    elif isinstance(expert, Checkpoint):
+        found = {"tensor": _tensor_rows(expert.parameters.values(), expert.has_both_stacks)}
+    else:
+        saved = expert.saved.values()
+        found = {
+            "module": [_lora_row(module, expert.has_both_stacks) for module in expert.modules.values()],
+            expert.config.title: _tensor_rows(expert.opaque.values(), expert.has_both_stacks),
+            "trained in full": _tensor_rows((part for part in saved if not part.rows), expert.has_both_stacks),
+            "trained tokens": _tensor_rows(expert.tokens.values(), expert.has_both_stacks),
+        }
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def _lora_row(module: LoraModule, has_stacks: bool) -> Row:
+    values: dict[str, Any] = {"rank": module.rank, "α": module.alpha, "s": module.scale}
+    values |= {"out × in": (module.out_features, module.in_features), "dtype": module.dtype}
+    return Row(_within(module.name, module.layer, has_stacks), module.kind, module.layer, values)
+
+
+def _gguf_row(module: GgufModule) -> Row:
+    name = module.name if module.layer is None else module.name.removeprefix(f"blk.{module.layer}.")
+    shape = (module.out_features, module.in_features)
+    return Row(name, module.kind, module.layer, {"rank": module.rank, "out × in": shape, "dtype": module.dtype})
+
+
+def _tensor_rows(parts: Iterable[FullModule | OpaqueModule | StoredTensor], has_stacks: bool) -> list[Row]:
+    """A row for each tensor of each part."""
+    rows = []
+    for part in parts:
+        tensors = {"": part.tensor} if isinstance(part, StoredTensor) else part.tensors
+        for last, tensor in tensors.items():
+            name = _within(f"{part.name}.{last}".removesuffix("."), part.layer, has_stacks)
+            values = {"shape": tensor.shape, "dtype": tensor.dtype}
+            rows.append(Row(name, part.kind, part.layer, values, tensor.nbytes))
+    return rows
+
+
+def _within(name: str, layer: int | None, has_stacks: bool) -> str:
+    if layer is None:
+        return name
+    within = ModuleName(name).within(layer)
+    return f"{ModuleName(name).stack} {within}" if has_stacks else within
