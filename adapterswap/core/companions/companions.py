@@ -106,7 +106,7 @@ class Companions:
         return kind in self.kinds
 
     def contents(self) -> dict[str, list[str]]:
-        """What stands in the folder: each kind with the names of its files, templates or settings.
+        """What the folder holds: each kind with the names of its files, templates or settings.
 
         Code counts as `code`; `unreadable` has the reasons why files could not be read.
         """

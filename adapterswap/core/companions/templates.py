@@ -98,6 +98,6 @@ def _one_newline(text: str) -> str:
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a folder; an empty one if there is no file."""
+    """The JSON object in a file of a folder; an empty object if there is none."""
     content = read_inside(folder, name)
     return {} if content is None else parse_json(content, str(folder / name), _REMEDY)

@@ -122,7 +122,7 @@ def choose_renderer(
         chat: the tokenizer's chat template, if it has one.
         chat_prompts: render prompts and completions as chat turns.
         separator: text between prompt and completion, if they are not chat turns.
-        unread: gets the keys of messages that do not stand in the template.
+        unread: gets the keys of messages that the template does not have.
 
     The renderer itself raises a `DataError` for a value that is not text, for a column that does not hold chat
     messages, tools or arguments, and for messages that the template refuses.
