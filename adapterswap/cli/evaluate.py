@@ -29,16 +29,7 @@ from adapterswap.cli.options import (
     parsed_arguments,
     together,
 )
-from adapterswap.cli.output import (
-    count_bar,
-    echo,
-    note,
-    note_dry_run,
-    note_output,
-    print_json,
-    print_rows,
-    working,
-)
+from adapterswap.cli.output import count_bar, echo, note, note_dry_run, note_output, print_json, print_rows, working
 from adapterswap.cli.signature import Options, declare
 from adapterswap.kit.processes import Processes
 

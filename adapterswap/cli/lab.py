@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from adapterswap.cli.options import Count, Folder, Json, Output
-from adapterswap.cli.output import (
-    echo,
-    is_quiet,
-    note,
-    note_dry_run,
-    note_output,
-    print_json,
-    print_line,
-    print_table,
-)
+from adapterswap.cli.output import echo, is_quiet, note, note_dry_run, note_output, print_json, print_line, print_table
 from adapterswap.cli.signature import declare
 from adapterswap.kit.progress import Progress, ProgressRow
 

@@ -18,13 +18,7 @@ from adapterswap.core import Composition, check_names
 from adapterswap.core.planning.checks import check_rules
 from adapterswap.experiments.sweeps import SweepRecipe
 from adapterswap.experiments.training import TrainRecipe
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    CompositionError,
-    NotFoundError,
-    Problems,
-    did_you_mean,
-)
+from adapterswap.kit.errors import AdapterswapError, CompositionError, NotFoundError, Problems, did_you_mean
 from adapterswap.kit.files.folders import OutputKind
 from adapterswap.kit.files.models import read_recipe
 from adapterswap.kit.files.plain import Plain

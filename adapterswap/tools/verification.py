@@ -50,12 +50,7 @@ from adapterswap.tools.attribution import Attribution, attribute, check_precisio
 from adapterswap.tools.comparison import equal_bytes
 from adapterswap.tools.conversion import PICKLED
 from adapterswap.tools.extracted import verify_extracted
-from adapterswap.tools.recorded import (
-    Verification,
-    added_files,
-    compare_records,
-    reprinted,
-)
+from adapterswap.tools.recorded import Verification, added_files, compare_records, reprinted
 
 _METADATA = "the GGUF metadata"
 _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately

@@ -12,12 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from adapterswap.core.companions.files import (
-    TEMPLATE_FILES,
-    TOKENIZER_FILES,
-    VOCABULARY_FILES,
-    copy_files,
-)
+from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, VOCABULARY_FILES, copy_files
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
 from adapterswap.kit.errors import ExpertError, UnsupportedError
 from adapterswap.kit.files.hashes import Stamps

@@ -15,15 +15,7 @@ from pathlib import Path
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.sources import (
-    CONFIG,
-    PROVENANCE,
-    WEIGHTS,
-    Records,
-    Reference,
-    Source,
-    same_base,
-)
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Records, Reference, Source, same_base
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import expand

@@ -12,15 +12,7 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import FullModule, LoraModule, Part, compare_shapes
 from adapterswap.core.model.checkpoints import OTHER_NAMES, Checkpoint
-from adapterswap.core.model.layers import (
-    NO_LAYER,
-    Depth,
-    ModuleName,
-    NumLayers,
-    Stack,
-    format_layers,
-    parse_layers,
-)
+from adapterswap.core.model.layers import NO_LAYER, Depth, ModuleName, NumLayers, Stack, format_layers, parse_layers
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import extra_rows

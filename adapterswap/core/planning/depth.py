@@ -22,14 +22,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import (
-    STACKS,
-    Depth,
-    ModelConfig,
-    ModuleName,
-    NumLayers,
-    Stack,
-)
+from adapterswap.core.model.layers import STACKS, Depth, ModelConfig, ModuleName, NumLayers, Stack
 from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition

@@ -10,14 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.layers import (
-    Depth,
-    Kind,
-    ModuleName,
-    NumLayers,
-    Stack,
-    format_layers,
-)
+from adapterswap.core.model.layers import Depth, Kind, ModuleName, NumLayers, Stack, format_layers
 from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE

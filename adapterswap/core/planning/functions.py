@@ -12,14 +12,7 @@ from typing import Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.layers import (
-    KeptLayers,
-    ModuleName,
-    NumLayers,
-    Stack,
-    check_one_list,
-    format_layers,
-)
+from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, Stack, check_one_list, format_layers
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition
 from adapterswap.core.planning.names import ExpertName

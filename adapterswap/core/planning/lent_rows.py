@@ -14,11 +14,7 @@ from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.changes.locations import TiedHead
 from adapterswap.core.model.checkpoints import StoredTensor
 from adapterswap.core.planning.slots import BaseShare, Slot, Span, shared_out
-from adapterswap.kit.errors import (
-    BaseModelError,
-    Problems,
-    UnsupportedError,
-)
+from adapterswap.kit.errors import BaseModelError, Problems, UnsupportedError
 
 
 def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> Slot:

@@ -10,14 +10,7 @@ from adapterswap.core.model.layers import ModuleName
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rows import Rows, TokenTable, Vocabularies, trained_terms
 from adapterswap.core.planning.slots import Slot, Span
-from adapterswap.kit.errors import (
-    BaseModelError,
-    CompositionError,
-    ExpertError,
-    Problems,
-    UnsupportedError,
-    and_more,
-)
+from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, and_more
 
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
 

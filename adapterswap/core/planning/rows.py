@@ -27,11 +27,7 @@ from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.slots import BaseShare, Slot, Span, shared_out
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    Problems,
-    and_more,
-)
+from adapterswap.kit.errors import AdapterswapError, Problems, and_more
 
 
 def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:

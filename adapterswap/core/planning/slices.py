@@ -9,15 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from adapterswap.core.model.layers import (
-    NO_LAYER,
-    Depth,
-    KeptLayers,
-    ModuleName,
-    Stack,
-    format_layers,
-    parse_layers,
-)
+from adapterswap.core.model.layers import NO_LAYER, Depth, KeptLayers, ModuleName, Stack, format_layers, parse_layers
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
 

@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adapterswap.core.experts.keys import (
-    KINDS,
-    TRAINABLE_TOKENS,
-    ModuleKeys,
-)
+from adapterswap.core.experts.keys import KINDS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import OpaqueModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot

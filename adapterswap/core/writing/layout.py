@@ -18,9 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from adapterswap.core.experts.keys import (
-    ModuleKeys,
-)
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot

@@ -17,15 +17,7 @@ from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import MAX_LAYERS, KeptLayers, Stack, format_layers
-from adapterswap.core.model.sources import (
-    CONFIG,
-    FORMAT,
-    WEIGHTS,
-    Records,
-    Reference,
-    Source,
-    base_fingerprints,
-)
+from adapterswap.core.model.sources import CONFIG, FORMAT, WEIGHTS, Records, Reference, Source, base_fingerprints
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.kit.files.hashes import sha256_of

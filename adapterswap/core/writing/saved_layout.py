@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from adapterswap.core.changes.locations import base_tensor
-from adapterswap.core.experts.keys import (
-    ModuleKeys,
-)
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.slots import Slot

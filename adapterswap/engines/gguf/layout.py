@@ -40,13 +40,7 @@ from adapterswap.engines.gguf.architectures import (
     find_architecture,
     load_gguf,
 )
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    BaseModelError,
-    ExpertError,
-    Problems,
-    UnsupportedError,
-)
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.numbers import Bytes, Dtype
 
 

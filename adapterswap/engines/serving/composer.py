@@ -42,14 +42,7 @@ from adapterswap.core.writing.copies import check_copies as compare_copies
 from adapterswap.core.writing.outputs import Form
 from adapterswap.engines.serving.cache import Cache, Memo, stamps_in
 from adapterswap.engines.serving.names import Manifest, UnknownNameError, composition_of
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    BaseModelError,
-    ExpertError,
-    Problems,
-    RunError,
-    and_more,
-)
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, ExpertError, Problems, RunError, and_more
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.text import expand, read_json, shown
 

@@ -33,13 +33,7 @@ from adapterswap.experiments.evaluation.results import EVALUATION, EvaluationRes
 from adapterswap.experiments.evaluation.settings import ENGINES, Settings
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    ArgumentError,
-    BaseModelError,
-    ExpertError,
-    check_type,
-)
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, BaseModelError, ExpertError, check_type
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.text import read_json

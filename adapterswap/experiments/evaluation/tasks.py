@@ -32,12 +32,7 @@ from adapterswap.experiments.evaluation.mgsm import (
     variant_of,
 )
 from adapterswap.experiments.evaluation.settings import Settings, files_in
-from adapterswap.experiments.evaluation.stock_tasks import (
-    check_known,
-    check_mentioned,
-    load_stock,
-    mentioned_names,
-)
+from adapterswap.experiments.evaluation.stock_tasks import check_known, check_mentioned, load_stock, mentioned_names
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, FieldError, Problems
 from adapterswap.kit.files.hashes import Stamps

@@ -35,11 +35,7 @@ from adapterswap.experiments.analysis.analysis import Analysis, analyze
 from adapterswap.experiments.analysis.suggestion import Suggestion, suggest
 from adapterswap.experiments.lab.shown import LabProblems, find_models
 from adapterswap.experiments.studio.choice import Choice
-from adapterswap.kit.errors import (
-    AdapterswapError,
-    ArgumentError,
-    UnsupportedError,
-)
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, UnsupportedError
 from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:

@@ -37,11 +37,7 @@ from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, ext
 from adapterswap.experiments.sweeps.recording import check_out_path
 from adapterswap.experiments.sweeps.results import FORMAT, TaskInfo
 from adapterswap.experiments.sweeps.tasks import find_tasks, named_tasks
-from adapterswap.kit.errors import (
-    FieldError,
-    Problems,
-    UnsupportedError,
-)
+from adapterswap.kit.errors import FieldError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import sha256_of
 
 

@@ -9,16 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core import (
-    Adapter,
-    Base,
-    Composition,
-    Depth,
-    ModelConfig,
-    Partition,
-    check_one_list,
-    parse_layers,
-)
+from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, Partition, check_one_list, parse_layers
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.writing.peft_config import Shape
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe

@@ -19,13 +19,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from adapterswap.kit.errors import (
-    ArgumentError,
-    FieldError,
-    NotFoundError,
-    Problems,
-    did_you_mean,
-)
+from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError, Problems, did_you_mean
 from adapterswap.kit.files.text import expand, read_small, shown
 
 _MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
