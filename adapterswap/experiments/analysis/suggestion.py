@@ -334,7 +334,9 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
     """Read the first `limit` texts of a file: rows of a .jsonl file with the columns of common datasets, or lines."""
     path = expand(path)
     try:
-        content = read_small(path, _FILES).decode("utf-8-sig")
+        content = read_small(path, _FILES, kind=DataError).decode("utf-8-sig")
+    except DataError as error:
+        raise error.recast(parameter=parameter) from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
     lines = content.split("\n")  # `splitlines` would cut JSON at U+2028

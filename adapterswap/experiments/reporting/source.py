@@ -103,11 +103,15 @@ def _open_one(folder: Path) -> ReportSource:
             (*_searched(run), *run.remarks),
         )
     if os.path.exists(folder / RESULTS) and os.path.exists(folder / ANSWERS):
-        files_inside(folder, [RESULTS, ANSWERS], kind=DataError)
-        content = read_json(folder / RESULTS, _REMEDY)
+        try:
+            files_inside(folder, [RESULTS, ANSWERS], kind=DataError)
+            content = read_json(folder / RESULTS, _REMEDY, kind=DataError)
+            with open_regular(folder / ANSWERS, _REMEDY, kind=DataError) as file:
+                answers = file.read()
+        except DataError as error:
+            raise error.recast(parameter="run") from None
         if content.get("format") == _LAB:
-            with open_regular(folder / ANSWERS, _REMEDY) as file:
-                return _lab_run(folder, content, file.read())
+            return _lab_run(folder, content, answers)
     raise NotFoundError(f"{folder} is neither a sweep's folder nor a lab run's", _REMEDY, parameter="run")
 
 

@@ -166,7 +166,8 @@ class Recording:
     def begin(self, described: Mapping[str, Any]) -> None:
         """Write sweep.json, or compare `described` with it if it exists."""
         if os.path.exists(self._folder / SWEEP):
-            _compare(read_json(self._folder / SWEEP), described, self._folder)
+            remedy = "Restore it, or start again with `overwrite=True`"
+            _compare(read_json(self._folder / SWEEP, remedy, kind=DataError), described, self._folder)
             return
         text = visible(json.dumps(described, indent=1, ensure_ascii=False, allow_nan=False))
         self._place(self._folder / SWEEP, text + "\n")
@@ -461,7 +462,7 @@ def _differing(key: str, before: Any, after: Any) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    content = read_json(path, _REMEDY)
+    content = read_json(path, _REMEDY, kind=DataError)
     is_valid = content.get("format") == PREREGISTRATION_FORMAT
     if not is_valid or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):
         raise DataError(f"{path} is damaged, or of another version of adapterswap", _REMEDY, parameter="run")

@@ -273,7 +273,7 @@ class Run:
         if not os.path.exists(folder / SWEEP):
             raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
         files_inside(folder, ["**/*"], kind=DataError)
-        described = read_json(folder / SWEEP, _REMEDY)
+        described = read_json(folder / SWEEP, _REMEDY, kind=DataError)
         if described.get("format") != FORMAT:
             raise DataError(
                 f"{folder / SWEEP} has the format {described.get('format')!r}, and this version reads {FORMAT}",
@@ -300,7 +300,7 @@ def _parse(path: Path, from_json: Callable[[dict[str, Any]], _Line]) -> tuple[_L
     """Parse the complete lines of a file. Text after the last newline is ignored, and a missing file has no lines."""
     if not os.path.exists(path):
         return ()
-    with open_regular(path, _REMEDY) as file:
+    with open_regular(path, _REMEDY, kind=DataError) as file:
         raw = file.read()
     try:
         return tuple(json_lines(raw[: raw.rfind(b"\n") + 1].splitlines(), from_json))
@@ -312,8 +312,7 @@ def read_samples(folder: str | Path, cell: str) -> list[dict[str, Any]]:
     """The samples of a finished cell: task, doc_id, target, output, answers, scores; task by task, by document.
 
     Raises:
-        DataError: the file is damaged.
-        AdapterswapError: the file does not exist or cannot be read.
+        DataError: the file does not exist, cannot be read or is damaged.
     """
     fields = {"task": str, "doc_id": int, "target": object, "output": object, "answers": dict}
     return _read_lines(_samples_of(Path(folder), cell), fields)
@@ -347,7 +346,7 @@ def prompts_file(folder: Path, task: str) -> Path:
 
 def _read_lines(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
     """The rows of a file, each of which has these fields."""
-    with open_regular(path, _REMEDY) as file:
+    with open_regular(path, _REMEDY, kind=DataError) as file:
         try:
             rows = [*json_lines(file, dict)]
         except ValueError as error:

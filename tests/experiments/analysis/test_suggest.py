@@ -179,6 +179,8 @@ def test_texts_are_read(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         with refused(DataError, "task_texts", match=place):
             read_texts(tmp_path / name, 9, parameter="task_texts")
+    with refused(DataError, "task_texts"):
+        read_texts(tmp_path / "missing.jsonl", 9, parameter="task_texts")
     (tmp_path / "messages.jsonl").write_text('{"messages": "hello"}')
     with refused(DataError, "datasets"):
         read_texts(tmp_path / "messages.jsonl", 9)

@@ -17,7 +17,7 @@ from adapterswap.cli import main
 from adapterswap.experiments.lab.seed import METHODS
 from adapterswap.experiments.reporting import make_report, open_source
 from adapterswap.experiments.reporting.output import report
-from adapterswap.kit.errors import ArgumentError
+from adapterswap.kit.errors import ArgumentError, DataError
 
 from .conftest import Written
 from .crafting import craft
@@ -109,6 +109,17 @@ def lab(tmp_path: Path) -> Path:
     ]  # fmt: skip
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+@pytest.mark.parametrize("name", ["results.json", "answers.jsonl"])
+def test_a_damaged_lab_run_is_refused(lab: Path, name: str) -> None:
+    (lab / name).write_text("{")
+    with refused(DataError, "run"):
+        open_source(lab)
+    (lab / name).unlink()
+    (lab / name).mkdir()
+    with refused(DataError, "run"):
+        open_source(lab)
 
 
 @pytest.mark.parametrize("seed", [None, -1, "0"])
