@@ -500,7 +500,10 @@ class Base(Mapping[str, Weight]):
     @staticmethod
     def at(folder: Path, name: str, *, to_adapt: bool = False) -> Base:
         """The model of `empty_model`, built once for one content of config.json. The arguments are the same."""
-        config = read_small(folder / "config.json", "Pass a base model's folder, with its config.json")
+        try:
+            config = read_small(folder / "config.json", "Pass a base model's folder with it", kind=BaseModelError)
+        except BaseModelError as error:
+            raise error.recast(parameter="base_model") from None
         with _explained(name):
             return _built(folder.resolve(), config, to_adapt)
 

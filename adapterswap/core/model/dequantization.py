@@ -13,7 +13,7 @@ from adapterswap.core.model.base import read_config
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.opened_base import load_as_saved
 from adapterswap.core.model.quantization import Quantization, quantization_in, settings_in
-from adapterswap.kit.errors import AdapterswapError, UnsupportedError
+from adapterswap.kit.errors import AdapterswapError, BaseModelError, UnsupportedError
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.text import read_json
 
@@ -43,7 +43,7 @@ def dequantized(base: Checkpoint) -> Checkpoint:
 def load_dense(folder: Path, name: str) -> Any:
     """The model in a folder, loaded by transformers on the CPU in the class and the dtype that it was saved in, with
     ordinary layers: a quantized one is dequantized. `name` is the model's name in messages."""
-    content = read_json(folder / "config.json")
+    content = read_json(folder / "config.json", kind=BaseModelError)
     quantization = quantization_in(content)
     config = read_config(folder, f"The base model {name}")
     if quantization is None:

@@ -66,7 +66,7 @@ def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
         OutputError: the folder exists and is another one.
     """
     target = expand(folder)
-    if not overwrite and os.path.exists(target / _MADE) and SMOLLM2.is_ours(read_json(target / _MADE)):
+    if not overwrite and os.path.exists(target / _MADE) and SMOLLM2.is_ours(read_json(target / _MADE, kind=DataError)):
         return target
     require("gguf", "gguf")
     require("models", "transformers")

@@ -112,7 +112,7 @@ def _zero_stage() -> int:
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if file == "none":
         return int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-    return int(read_json(Path(file)).get("zero_optimization", {}).get("stage", 0))
+    return int(read_json(Path(file), kind=RunError).get("zero_optimization", {}).get("stage", 0))
 
 
 def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import adapterswap
 from adapterswap.core.experts.config import read_targets
 from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
-from adapterswap.kit.errors import CompositionError, ExpertError, NotFoundError
+from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, NotFoundError
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
 
 ZONES = {"bottom": 2, "top": 1, "bottom_transition": 1}
@@ -239,6 +239,13 @@ def test_names_of_transformers_4_need_the_base(llava_expert: Callable[..., Path]
     plan = adapterswap.layer_swap(*old, num_layers=LAYERS, **ZONES)
     with refused(NotFoundError, "base_model", match="/nowhere"):
         adapterswap.write_adapter(plan, tmp_path / "lost")
+
+
+def test_names_need_the_config_of_the_base(math: Path, swahili: Path, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    plan = adapterswap.soup(math, swahili, base_model=tmp_path / "base", num_layers=6)
+    with refused(BaseModelError, "base_model"):
+        plan.write(tmp_path / "out", names="transformers5")
 
 
 @pytest.mark.parametrize(
