@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import csv
 import datetime
+import glob
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,8 @@ def draw_rows(
     return _as_dataset(drawn, for_chat), rows_read
 
 
-_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+_SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 
 @dataclass
@@ -118,15 +120,15 @@ def load_table(
         counts.kept = len(table)
         return table, counts
     counts.read = len(table)
-    _check_columns(source, table.column_names)
-    columns = _columns_to_read(source, table.column_names, chat)
-    counts.unread += [name for name in table.column_names if name not in columns]
     if not len(table):
         raise DataError(
             f"The dataset {source.path} has no rows in the split {source.split}",
             "Correct `path` or `split`",
             parameter="datasets",
         )
+    _check_columns(source, table.column_names)
+    columns = _columns_to_read(source, table.column_names, chat)
+    counts.unread += [name for name in table.column_names if name not in columns]
     if source.filter:
         table = _filter(source, table)
     if source.samples is not None and source.samples < len(table):
@@ -136,9 +138,14 @@ def load_table(
     return table, counts
 
 
+def _is_kind(path: str) -> bool:
+    """Whether a source's path says only how its files are read, such as `path: json`."""
+    return f".{path}" in _BUILDERS
+
+
 def _display_name(source: DatasetSource) -> str:
-    """The name of a source for messages; `path: json` says only how its files are read."""
-    if f".{source.path}" in _BUILDERS and source.data_files:
+    """The name of a source for messages."""
+    if _is_kind(source.path) and source.data_files:
         return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
     return source.path
 
@@ -154,7 +161,8 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, chat: ChatTe
 
     def draw() -> tuple[Any, int]:
         columns = stream.column_names or list(dict.fromkeys(key for row in stream.take(_BATCH) for key in row))
-        _check_columns(source, columns)
+        if columns:  # else there are no rows
+            _check_columns(source, columns)
         allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
         read = _columns_to_read(source, columns, chat)
         counts.unread += [name for name in columns if name not in read]
@@ -176,9 +184,11 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
     import datasets
 
-    local = (folder / expand(source.path)).resolve()
-    if local.is_file() or (local.is_dir() and source.data_files):
-        files = [local] if local.is_file() else [local / expand(name) for name in _as_list(source.data_files)]
+    local, names = (folder / expand(source.path)).resolve(), _as_list(source.data_files or [])
+    if _is_kind(source.path) and names and not any("://" in name for name in names) and not local.exists():
+        local = folder.resolve()
+    if local.is_file() or (local.is_dir() and names):
+        files = [local] if local.is_file() else [file for name in names for file in _matching(local, name)]
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source))
     if local.is_dir():
@@ -197,55 +207,80 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
 
 
+def _matching(folder: Path, name: str) -> list[Path]:
+    """A file of a folder, or all that a pattern such as `*.jsonl` matches, sorted."""
+    path = folder / expand(name)
+    if path.exists() or not glob.has_magic(name):
+        return [path]
+    return [Path(found) for found in sorted(glob.glob(str(path), recursive=True))] or [path]
+
+
 def _read(files: Sequence[Path], source: DatasetSource) -> Any:
     """The rows of local files of one kind."""
     import datasets
 
-    builder, split = _builder(files), source.split
-    options = _csv_options(files[0]) if builder == "csv" else {}
-    names = [str(file) for file in files]
-    if source.streaming:
-        if builder == "json" and split == "train":
-            return datasets.IterableDataset.from_generator(_json_rows, gen_kwargs={"names": names})
-        return datasets.load_dataset(builder, data_files=names, split=split, streaming=True, **options)
-    if builder == "json":
-        return _json_table(names, split, source)
-    # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
-    with scratch_folder("rows") as cache:
-        return datasets.load_dataset(
-            builder, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True, **options
-        )
+    kind, split, names = _kind_of(files), source.split, [str(file) for file in files]
+    if kind == "parquet":
+        if source.streaming:
+            return datasets.load_dataset(kind, data_files=names, split=split, streaming=True)
+        # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
+        with scratch_folder("rows") as cache:
+            return datasets.load_dataset(kind, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True)
+    if not source.streaming:
+        return _table(names, kind, split, source)
+    if split != "train":
+        raise ValueError(f"a stream of local files has only the split train, not {split}")
+    return datasets.IterableDataset.from_generator(_rows, gen_kwargs={"names": names, "kind": kind})
 
 
-def _json_rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of JSON files, which hold a list or a row in each line; NaN, which JSON lacks, is a missing value.
+def _rows(names: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
+    """The rows of JSON, CSV or TSV files.
 
-    `datasets` infers types: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time.
+    `datasets` infers types in JSON: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time. Of
+    tables with text it takes the first column for row names if rows have a field more than the header.
     """
     for name in names:
-        with open(name, encoding="utf-8-sig") as file:
-            begins = file.read(1)
-            file.seek(0)
+        with open(name, encoding="utf-8-sig", newline="") as file:
             try:
-                if begins == "[":
-                    for number, row in enumerate(loads(file.read(), lambda _: None), 1):
-                        if not isinstance(row, dict):
-                            raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
-                        yield row
-                else:
-                    yield from json_lines(file, dict, parse_constant=lambda _: None)
-            except ValueError as error:
+                yield from _json_rows(file) if kind == "json" else _text_rows(file, _SEPARATORS[kind])
+            except (ValueError, csv.Error) as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
 
-def _json_table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
-    """The rows of JSON files as a datasets.Dataset; columns that nothing reads are empty."""
+def _json_rows(file: TextIO) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON file, which holds a list or a row in each line; NaN, which JSON lacks, is a missing value."""
+    begins = file.read(1)
+    file.seek(0)
+    if begins != "[":
+        yield from json_lines(file, dict, parse_constant=lambda _: None)
+        return
+    for number, row in enumerate(loads(file.read(), lambda _: None), 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
+        yield row
+
+
+def _text_rows(file: TextIO, separator: str) -> Iterator[dict[str, Any]]:
+    """The rows of a table with a header; every cell is text as it stands there. Empty lines are left out."""
+    csv.field_size_limit(2**31 - 1)  # by default long texts are refused
+    reader = csv.reader(file, delimiter=separator, strict=True)
+    header = next(reader, [])
+    if twice := sorted({name for name in header if header.count(name) > 1}):
+        raise ValueError(f"the header has the column {twice[0]!r} twice")
+    for cells in filter(None, reader):
+        if len(cells) != len(header):
+            raise ValueError(f"line {reader.line_num} has {len(cells)} fields, and the header {len(header)}")
+        yield dict(zip(header, cells, strict=True))
+
+
+def _table(names: Sequence[str], kind: str, split: str, source: DatasetSource) -> Any:
+    """The rows of files as a datasets.Dataset; columns that nothing reads are empty."""
     import datasets
 
     columns: dict[str, list[Any]] = {}
     named, number = _named_columns(source), 0
     needed = {*(name for _, name in named), *TEMPLATE_COLUMNS}
-    for row in _json_rows(names):
+    for row in _rows(names, kind):
         columns |= {key: [None] * number for key in row if key not in columns}
         for key, values in columns.items():
             values.append(row.get(key) if key in needed else None)
@@ -295,7 +330,7 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
             failure.remedy("Check the path or id; for a gated dataset log in with `hf auth login`"),
             parameter="datasets",
         ) from None
-    except (ValueError, RuntimeError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (ValueError, RuntimeError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
         remedy = "Check `split`, `name`, `data_files` and the files themselves"
         if "script" in str(error):
             remedy = (
@@ -303,22 +338,18 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
                 f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
             )
         raise DataError(
-            f"The dataset {source.path} cannot be loaded: {reason_of(error)}", remedy, parameter="datasets"
+            f"The dataset {source.path} cannot be loaded: {reason_of(_cause_of(error))}", remedy, parameter="datasets"
         ) from None
 
 
-def _csv_options(file: Path) -> dict[str, Any]:
-    """Options that read cells as verbatim text: `007` is not a number, and `NA` is not a missing value."""
+def _cause_of(error: BaseException) -> BaseException:
+    """What went wrong while `datasets` made a table, which its own error does not say."""
     import datasets
 
-    separator = "\t" if file.suffix == ".tsv" else ","
-    with file.open(encoding="utf-8-sig", newline="") as content:
-        header = next(csv.reader(content, delimiter=separator))
-    columns = datasets.Features({name: datasets.Value("string") for name in header})
-    return {"sep": separator, "features": columns, "keep_default_na": False}
+    return (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
 
 
-def _builder(files: Sequence[Path]) -> str:
+def _kind_of(files: Sequence[Path]) -> str:
     problems, builders = Problems(DataError), set()
     for file in files:
         if not file.is_file():

@@ -99,6 +99,42 @@ def test_cells_of_a_csv_are_unchanged_text(tmp_path: Path) -> None:
     assert load_rows_of(tmp_path, path="rows.csv", text="{t}", filter={"id": [2, 3]}) == ["NA", "1.50"]
 
 
+@pytest.mark.parametrize("streamed", [{}, {"streaming": True, "samples": 9}])
+@pytest.mark.parametrize(
+    ("names", "content", "named"),
+    [
+        (["rows.csv"], "t,u\na,b,c\nd,e,f\n", "line 2 has 3 fields"),  # pandas takes the first for row names
+        (["rows.csv"], "t,u\na,b\n\nc\n", "line 4 has 1 fields"),
+        (["rows.csv"], "t,t\na,b\n", "'t' twice"),
+        (["rows.csv"], 't\n"a\n', "unexpected end"),
+        (["rows.csv"], "t\n", "no rows"),
+        (["rows.csv", "rows.tsv"], "t\na,b\n", "csv, tsv"),
+    ],
+)
+def test_a_table_whose_cells_have_no_certain_column_is_refused(
+    tmp_path: Path, names: list[str], content: str, named: str, streamed: dict[str, Any]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(content)
+    with refused(DataError, "datasets", match=named):
+        load(tmp_path, path=".", data_files=names, text="{t}", **streamed)
+
+
+@pytest.mark.parametrize("names", ["rows.csv", "*.csv"])
+def test_a_kind_for_path_reads_local_files_as_their_names_do(tmp_path: Path, names: str) -> None:
+    (tmp_path / "rows.csv").write_text("t\n007\nNA\n")
+    counts, examples = load(tmp_path, path="csv", data_files=names, text="{t}")
+    assert [example.text for example in examples] == ["007", "NA"]
+    assert counts.files.keys() == {"rows.csv"}
+
+
+def test_a_cell_may_hold_lines_and_be_long(tmp_path: Path) -> None:
+    text = "one\r\ntwo, " + "x" * 200_000
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["t"], [text]])
+    assert load_rows_of(tmp_path, path="rows.csv", text="{t}") == [text]
+
+
 def test_samples_are_drawn_by_the_seed(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"t": str(i)} for i in range(100)])
     source = {"path": "rows.jsonl", "text": "{t}", "samples": 10}
