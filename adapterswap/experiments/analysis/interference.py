@@ -24,7 +24,7 @@ from adapterswap.core.model.layers import MAX_LAYERS
 from adapterswap.experiments.analysis.matrices import matrices
 from adapterswap.experiments.analysis.survey import ModuleChange, ModuleInterference, survey
 from adapterswap.kit.errors import DataError, ExpertError, UnsupportedError
-from adapterswap.kit.files.text import csv_text, expand
+from adapterswap.kit.files.text import csv_rows, csv_text, expand
 
 Block = tuple[int, str]
 """A layer and a kind of module, `attention` or `mlp`; the kind is empty for the whole layer."""
@@ -149,22 +149,23 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
     cells: dict[str, dict[tuple[int, str], float]] = {}
     try:
         with expand(path).open(encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file)
-            if tuple(rows.fieldnames or ()) != COLUMNS:
-                columns = ", ".join(rows.fieldnames or ()) or "none"
-                raise DataError(f"{path} has the wrong columns: {columns}", remedy, parameter="path")
-            for row in rows:
+            for row in csv_rows(file):
+                if tuple(row) != COLUMNS:
+                    raise DataError(f"{path} has the wrong columns: {', '.join(row)}", remedy, parameter="path")
                 layer, fraction = int(row["layer"]), float(row[COLUMNS[3]])
                 if not (0 <= layer < MAX_LAYERS and 0 <= fraction <= 1):
                     raise ValueError(
                         f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} is not between 0 and 1"
                     )
-                cells.setdefault(_name_in(row["expert"]), {})[layer, _name_in(row["module"])] = fraction
+                shares, module = cells.setdefault(_name_in(row["expert"]), {}), _name_in(row["module"])
+                if (layer, module) in shares:
+                    raise ValueError(f"{module} in layer {layer} of {row['expert']} occurs twice")
+                shares[layer, module] = fraction
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}", "Pass the path of a CSV file", parameter="path"
         ) from None
-    except (ValueError, TypeError, csv.Error) as error:
+    except ValueError as error:
         raise DataError(f"{path} is not a table of changes: {error}", remedy, parameter="path") from None
     if not cells:
         raise DataError(f"{path} has no rows", remedy, parameter="path")

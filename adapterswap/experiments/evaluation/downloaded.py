@@ -12,7 +12,6 @@ labels into one.
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import math
 import os
@@ -28,7 +27,7 @@ from typing import Any
 from adapterswap.experiments.evaluation.mgsm import LANGUAGES, MODES, VARIANTS, variant_of, variant_task_names
 from adapterswap.experiments.evaluation.results import Score, TaskResult
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError, Problems
-from adapterswap.kit.files.text import expand, json_lines
+from adapterswap.kit.files.text import csv_rows, expand, json_lines
 
 FLORES_PATH = "FLORES_PATH"
 """The environment variable that names the folder with `dev/` and `devtest/`."""
@@ -128,8 +127,8 @@ def _direction(name: str) -> tuple[str, str, str]:
     return match[2], match[3], "dev" if match[1] else "devtest"
 
 
-def _sentences(folder: Path, split: str, code: str) -> list[str]:
-    """The sentences of one language, in order.
+def _sentences(folder: Path, split: str, code: str) -> list[tuple[int | None, str]]:
+    """The sentences of one language, in order, with their ids if the file has them.
 
     Reads the first of `devtest/swh_Latn.devtest` (FLORES-200: a sentence per line), `devtest/swh_Latn.parquet` and
     `devtest/swh_Latn.jsonl` (FLORES+: the column `text`, in the order of `id`).
@@ -149,8 +148,8 @@ def _sentences(folder: Path, split: str, code: str) -> list[str]:
         elif path.suffix == ".jsonl":
             rows = [*json_lines(path.read_text(encoding="utf-8").split("\n"), dict)]
         else:
-            return path.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        return [str(row["text"]) for row in sorted(rows, key=lambda row: int(row["id"]))]
+            return [(None, line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+        return sorted((int(row["id"]), str(row["text"])) for row in rows)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
 
@@ -160,7 +159,7 @@ def _translations(folder: Path, split: str, source: str, target: str) -> list[di
     read = {code: _sentences(folder, split, code) for code in (source, target)}
     problems = Problems(DataError)
     for code, sentences in read.items():
-        if empty := [number for number, sentence in enumerate(sentences, 1) if not sentence.strip()]:
+        if empty := [number for number, (_, sentence) in enumerate(sentences, 1) if not sentence.strip()]:
             problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download FLORES again")
     if len(read[source]) != len(read[target]):
         counts = ", ".join(f"{code} has {len(sentences)}" for code, sentences in read.items())
@@ -168,8 +167,21 @@ def _translations(folder: Path, split: str, source: str, target: str) -> list[di
             f"{folder / split}: the languages differ in their number of sentences: {counts}",
             "Take both languages from the same release of FLORES",
         )
+    elif (unpaired := _unpaired(*read.values())) is not None:
+        problems.add(
+            f"{folder / split}: sentence {unpaired} is not in both {source} and {target}, or twice in one",
+            "Take both languages from the same release of FLORES",
+        )
     problems.raise_if_any()
-    return [{"source": a, "target": b} for a, b in zip(read[source], read[target], strict=True)]
+    return [{"source": a, "target": b} for (_, a), (_, b) in zip(read[source], read[target], strict=True)]
+
+
+def _unpaired(first: Sequence[tuple[int | None, str]], second: Sequence[tuple[int | None, str]]) -> int | None:
+    """An id that two languages do not both have exactly once; None if there is none, or one language has no ids."""
+    ours, theirs = (Counter(number for number, _ in sentences if number is not None) for sentences in (first, second))
+    if not (ours and theirs):
+        return None
+    return next((number for number in sorted(ours | theirs) if (ours[number], theirs[number]) != (1, 1)), None)
 
 
 def flores_metrics(target: str) -> dict[str, Any]:
@@ -205,18 +217,16 @@ def _requests(folder: Path, name: str) -> list[dict[str, str]]:
     path, code = folder / _FILE, name.removeprefix(_PREFIX)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            rows = list(reader)
-            columns = reader.fieldnames or ()
+            rows = list(csv_rows(file))
     except FileNotFoundError:
         raise DataError(f"{folder} has no {_FILE}", f"Set {MULTIJAIL_PATH} to the folder that holds it") from None
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
-    if missing := [column for column in ("id", "en", code) if column not in columns]:
+    if missing := [column for column in ("id", "en", code) if rows and column not in rows[0]]:
         raise DataError(f"{path} has no column {missing[0]}", "Download the file again")
     problems = Problems(DataError)
     for number, row in enumerate(rows, 1):
-        if not all((row[column] or "").strip() for column in ("id", "en", code)):
+        if not all(row[column].strip() for column in ("id", "en", code)):
             problems.add(
                 f"{path}: row {number} has no id, no English text or no {code} text", "Download the file again"
             )

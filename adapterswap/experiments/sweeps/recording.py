@@ -50,7 +50,7 @@ from adapterswap.kit.errors import (
     did_you_mean,
     visible,
 )
-from adapterswap.kit.files.folders import OutputKind, locked, replacing, sync
+from adapterswap.kit.files.folders import OutputKind, replacing, sync
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.inside import files_inside
 from adapterswap.kit.files.text import expand, read_json
@@ -282,7 +282,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     is_new = not os.path.exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with locked(folder / _LOCK, f"{folder} is being written by another sweep"):
+        with OutputKind.locked(folder / _LOCK, f"{folder} is being written by another sweep"):
             yield
     finally:
         if is_new:

@@ -8,7 +8,6 @@ the whole. All sources are joined, shuffled with the data seed, and the validati
 
 from __future__ import annotations
 
-import csv
 import datetime
 import glob
 import math
@@ -42,7 +41,7 @@ from adapterswap.experiments.training.tokens import TokenCounts, Tokens, tokeniz
 from adapterswap.kit.errors import BaseModelError, DataError, NotFoundError, Problems, reason_of
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.text import expand, json_lines, loads, shown
+from adapterswap.kit.files.text import csv_rows, expand, json_lines, loads, shown
 from adapterswap.kit.hub import HubFailure
 
 _BUFFER = 10_000  # rows
@@ -242,8 +241,8 @@ def _rows(names: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
     for name in names:
         with open(name, encoding="utf-8-sig", newline="") as file:
             try:
-                yield from _json_rows(file) if kind == "json" else _text_rows(file, _SEPARATORS[kind])
-            except (ValueError, csv.Error) as error:
+                yield from _json_rows(file) if kind == "json" else csv_rows(file, _SEPARATORS[kind])
+            except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
 
@@ -258,19 +257,6 @@ def _json_rows(file: TextIO) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict):
             raise ValueError(f"row {number} is {shown(row)}, not an object with columns")
         yield row
-
-
-def _text_rows(file: TextIO, separator: str) -> Iterator[dict[str, Any]]:
-    """The rows of a table with a header; every cell is text as it stands there. Empty lines are left out."""
-    csv.field_size_limit(2**31 - 1)  # by default long texts are refused
-    reader = csv.reader(file, delimiter=separator, strict=True)
-    header = next(reader, [])
-    if twice := sorted({name for name in header if header.count(name) > 1}):
-        raise ValueError(f"the header has the column {twice[0]!r} twice")
-    for cells in filter(None, reader):
-        if len(cells) != len(header):
-            raise ValueError(f"line {reader.line_num} has {len(cells)} fields, and the header {len(header)}")
-        yield dict(zip(header, cells, strict=True))
 
 
 def _table(names: Sequence[str], kind: str, split: str, source: DatasetSource) -> Any:

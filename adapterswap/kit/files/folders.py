@@ -158,6 +158,28 @@ class OutputKind:
     names: Callable[[], Sequence[str]] = tuple
     files: FileKind | None = None
 
+    @staticmethod
+    @contextmanager
+    def locked(path: Path, message: str) -> Iterator[None]:
+        """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies."""
+        from filelock import FileLock, Timeout  # here, so that --help stays fast
+
+        lock = FileLock(path, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
+                probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")  # not `path`, which a rival may hold by now
+                probe.touch()
+                probe.unlink(missing_ok=True)
+            raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
+        try:
+            yield
+        finally:
+            if not _WINDOWS:  # which removes no file that is open: there, an empty lock file stays
+                path.unlink(missing_ok=True)  # while it is held, so a rival that has opened it notices that it is gone
+            lock.release()
+
     @contextmanager
     def folder(
         self,
@@ -432,28 +454,6 @@ def _parents(parent: Path) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def locked(path: Path, message: str) -> Iterator[None]:
-    """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies."""
-    from filelock import FileLock, Timeout  # here, so that --help stays fast
-
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
-            probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")  # not `path`, which a rival may hold by now
-            probe.touch()
-            probe.unlink(missing_ok=True)
-        raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
-    try:
-        yield
-    finally:
-        if not _WINDOWS:  # which removes no file that is open: there, an empty lock file stays
-            path.unlink(missing_ok=True)  # while it is held, so a rival that has opened it notices that it is gone
-        lock.release()
-
-
 def _temporary(place: Path) -> Path:
     """A new path for what is being written, or removed; `_recover` finds it."""
     return _sibling(place, f"{uuid.uuid4().hex[:12]}.tmp")
@@ -462,7 +462,7 @@ def _temporary(place: Path) -> Path:
 @contextmanager
 def _alone(place: Path, target: Path) -> Iterator[None]:
     """Keep other writers of `place` out, after cleaning up after killed ones."""
-    with locked(_sibling(place, "lock"), f"{target} is being written by another process"):
+    with OutputKind.locked(_sibling(place, "lock"), f"{target} is being written by another process"):
         _recover(place)
         yield
 

@@ -185,6 +185,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return mapping
 
 
+def csv_rows(lines: Iterable[str], separator: str = ",") -> Iterator[dict[str, str]]:
+    """The rows of a table with a header; every cell is text as it stands there. Empty lines are left out.
+
+    Args:
+        lines: those of a file that was opened with `newline=""`, since a cell may hold several.
+        separator: what stands between cells.
+
+    Raises:
+        ValueError: the header has a column twice, a line has another number of fields, or quotes do not match.
+    """
+    import csv
+
+    csv.field_size_limit(2**31 - 1)  # by default long texts are refused
+    reader = csv.reader(lines, delimiter=separator, strict=True)
+    try:
+        header = next(reader, [])
+        if twice := [name for place, name in enumerate(header) if name in header[:place]]:
+            raise ValueError(f"the header has the column {twice[0]!r} twice")
+        for cells in filter(None, reader):
+            if len(cells) != len(header):
+                raise ValueError(f"line {reader.line_num} has {len(cells)} fields, and the header {len(header)}")
+            yield dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from None
+
+
 def json_lines(
     lines: Iterable[str | bytes],
     make: Callable[[Any], _T],

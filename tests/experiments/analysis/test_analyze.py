@@ -228,6 +228,8 @@ def test_a_table_survives_its_csv(tables: dict[str, Any], tmp_path_factory: pyte
         "expert,layer,module,fraction_of_rows_above_threshold\nmath,1,q,1.5\n",
         "expert,layer,module,fraction_of_rows_above_threshold\nmath,one,q,0.5\n",
         "expert,layer,module,fraction_of_rows_above_threshold\nmath,1\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,1,q,0.5,0.6\n",
+        "expert,layer,module,fraction_of_rows_above_threshold\nmath,1,q,0.5\nmath,1,q,0.6\n",
     ],
 )
 def test_a_csv_that_is_not_a_table_is_refused(text: str, tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ def test_files_of_multijail_that_do_not_fit(multijail: Path, monkeypatch: pytest
         ("id,en,sw\n1,where?,\n", "row 1"),
         ("id,en\n1,where?\n", "column sw"),
         ("id,en,sw\n", "no rows"),
+        ("id,en,sw\n1,where, there?,wapi\n", "4 fields"),
     ):
         path.write_text(text, encoding="utf-8")
         with refused(DataError, match=said):

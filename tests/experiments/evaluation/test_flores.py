@@ -126,6 +126,17 @@ def test_flores_plus_has_the_same_rows(flores: Path, tmp_path: Path, monkeypatch
     assert list(LoadedTasks.load([name]).tasks[name].eval_docs) == expected
 
 
+@pytest.mark.parametrize("ids", [[0, 1, 3], [0, 1, 1]])
+def test_sentences_are_paired_by_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ids: list[int]) -> None:
+    """Both languages have as many sentences, but not the same ones."""
+    (tmp_path / "devtest").mkdir()
+    for code, numbers in (("eng_Latn", [0, 1, 2]), ("swh_Latn", ids)):
+        as_jsonl(tmp_path / "devtest" / code, [{"id": number, "text": f"{code} {number}"} for number in numbers])
+    monkeypatch.setenv(FLORES_PATH, str(tmp_path))
+    with refused(DataError, match="sentence [12] is not in both"):
+        LoadedTasks.load(["flores_eng_Latn-swh_Latn"])
+
+
 def test_words_are_tokenised_by_script() -> None:
     found = {
         code: list(flores_metrics(code))[1] for code in ("swh_Latn", "ben_Beng", "tel_Telu", "zho_Hans", "tha_Thai")
