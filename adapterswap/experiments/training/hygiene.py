@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from numpy.typing import NDArray
 
 from adapterswap.experiments.training.recipe import Hygiene
 from adapterswap.kit.errors import DataError, NotFoundError, Problems, reason_of
-from adapterswap.kit.files.text import expand, json_lines, loads
+from adapterswap.kit.files.text import csv_rows, expand, json_lines, loads
 
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _SIZE = 13  # tokens of a gram
 _LEAST = 8  # tokens of a line that is one gram
 _SPAN = 12  # characters of a token in scripts without spaces
@@ -220,13 +222,16 @@ def _strings(content: Any) -> Iterator[str]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    """The lines of a file, or every text in JSON, whose escapes hide letters and ends of lines."""
-    content = path.read_text(encoding="utf-8")
+    """The lines of a file, or every text in JSON and in tables, whose escapes hide letters and ends of lines."""
+    content = path.read_text(encoding="utf-8-sig")
     if path.suffix == ".json":
         yield from _strings(loads(content))
     elif path.suffix == ".jsonl":
         for texts in json_lines(content.split("\n"), _strings, any_value=True):
             yield from texts
+    elif path.suffix in _SEPARATORS:
+        for number, row in enumerate(csv_rows(StringIO(content), _SEPARATORS[path.suffix])):
+            yield from row.values() if number else (*row, *row.values())  # a table may have no header
     else:
         yield from content.splitlines()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +257,7 @@ def test_a_source_of_nothing_else_is_refused(make_recipe: Callable[..., TrainRec
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".tsv"])
 def test_evaluations_in_json_are_found_like_those_in_lines(tmp_path: Path, suffix: str, ascii_only: bool) -> None:
     """JSON's escapes hide the letters of a question, and its keys make a short one longer."""
     words = [f"నీటి{i}" for i in range(9)]
@@ -268,6 +270,12 @@ def test_evaluations_in_json_are_found_like_those_in_lines(tmp_path: Path, suffi
         content = "\n".join(questions)
     elif suffix == ".json":
         content = json.dumps({"rows": rows}, ensure_ascii=ascii_only)
+    elif suffix in (".csv", ".tsv"):
+        table = StringIO()
+        writer = csv.DictWriter(table, list(rows[0]), delimiter="," if suffix == ".csv" else "\t")
+        writer.writeheader()
+        writer.writerows(rows)
+        content = table.getvalue()
     else:
         content = "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows)
     (tmp_path / f"mine{suffix}").write_text(content, encoding="utf-8")
