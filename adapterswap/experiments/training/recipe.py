@@ -10,6 +10,7 @@ conversions and format specs are refused, so a template can read nothing but the
 
 from __future__ import annotations
 
+import math
 import os
 import string
 from collections.abc import Iterable, Mapping
@@ -64,14 +65,14 @@ class Template:
         self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
 
     def fill(self, row: Mapping[str, Any]) -> str | None:
-        """The text for `row`; None if one of the columns is null."""
+        """The text for `row`; None if one of the columns is null, or NaN, which tables have where a number is missing."""
         parts: list[str] = []
         for literal, field in self._pieces:
             parts.append(literal)
             if field is None:
                 continue
             value = row[field]
-            if value is None:
+            if value is None or (isinstance(value, float) and math.isnan(value)):
                 return None
             if not isinstance(value, str | int | float):
                 raise DataError(

@@ -128,6 +128,13 @@ def test_a_kind_for_path_reads_local_files_as_their_names_do(tmp_path: Path, nam
     assert counts.files.keys() == {"rows.csv"}
 
 
+def test_numbers_that_a_table_lacks_are_no_text(tmp_path: Path) -> None:
+    table = pyarrow.table({"t": [1.5, float("nan"), None]})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    counts, examples = load(tmp_path, path="rows.parquet", text="{t}")
+    assert ([example.text for example in examples], counts.empty) == (["1.5"], 2)
+
+
 def test_a_cell_may_hold_lines_and_be_long(tmp_path: Path) -> None:
     text = "one\r\ntwo, " + "x" * 200_000
     with (tmp_path / "rows.csv").open("w", newline="") as file:
