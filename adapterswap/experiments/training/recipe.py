@@ -65,7 +65,7 @@ class Template:
         self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
 
     def fill(self, row: Mapping[str, Any]) -> str | None:
-        """The text for `row`; None if one of the columns is null, or NaN, which tables have where a number is missing."""
+        """The text for `row`; None if one of the columns is null, or NaN, which stands for a missing number."""
         parts: list[str] = []
         for literal, field in self._pieces:
             parts.append(literal)
