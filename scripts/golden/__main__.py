@@ -51,8 +51,9 @@ VOLATILE: list[tuple[str, str, str]] = [
     ("*", "*/seconds/*", "how long something took"),
     ("*", "*/seconds", "how long something took"),
     ("*", "*cells.jsonl/json/*/sha256", "a hash over the line, with its seconds"),
+    ("*", "*/bfloat16_speedup", "how much faster something was"),
 ]
-TIMES = re.compile(r"\b\d+(\.\d+)? ?(ms|s|min|seconds)\b")
+TIMES = re.compile(r"\b\d+(\.\d+)? ?(ms|s|min|seconds)\b|\bseconds=\d+\.\d+")
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".golden"

@@ -14,7 +14,7 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import KeptLayers, ModuleName, NumLayers, Stack, check_one_list, format_layers
 from adapterswap.core.planning.checks import check_names
-from adapterswap.core.planning.composition import Composition, Outside, Stacks, as_composition
+from adapterswap.core.planning.composition import ZONES, Composition, Outside, Stacks, as_composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.planner import make_plan
@@ -383,7 +383,8 @@ def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:
         if expert != BASE:
             experts[names[side]] = expert
     owners = {key: _owner(arguments[key], names) for key in ("tokenizer", "config_from")}
-    composition = Composition.read({**arguments, "method": method, **names, **owners}, where=method)
+    given = {key: value for key, value in arguments.items() if value is not None or key not in ZONES}
+    composition = Composition.read({**given, "method": method, **names, **owners}, where=method)
     return _compose(composition, experts, {names[side]: side for side in ("language", "task")})
 
 

@@ -180,6 +180,12 @@ def test_an_expert_without_modules_in_the_result_is_refused(math: Path, expert: 
         )
 
 
+@pytest.mark.parametrize("zone", ["bottom", "top", "bottom_transition", "top_transition"])
+def test_a_zone_that_is_none_has_its_default(math: Path, swahili: Path, zone: str) -> None:
+    expected = adapterswap.layer_swap(math, swahili).rules
+    assert adapterswap.layer_swap(math, swahili, **{zone: None}).rules == expected
+
+
 def test_zones_of_zero_layers_are_allowed(math: Path, swahili: Path) -> None:
     plan = adapterswap.layer_swap(math, swahili, bottom=0, top=0)
     assert {module.owner for module in plan} == {plan.composition.task[0]}
