@@ -217,7 +217,7 @@ def test_eight_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_path
 
     steps, batch, accumulated, seed = 8, 1, 2, 3
     rows = study_rows("math-0.jsonl")
-    rows = sorted(rows, key=lambda row: len(row["prompt"]))[: steps * batch * accumulated]
+    rows = sorted(rows, key=lambda row: len(row["prompt"]))[: 3 * steps * batch * accumulated : 3]
     assert len({len(row["completion"]) for row in rows}) > 1
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     recipe = asw.TrainRecipe.model_validate(
