@@ -205,7 +205,7 @@ class Checkpoint:
         return ConfigDifferences.between(self.config, other.config)
 
     def dequantized(self) -> Checkpoint:
-        """The weights that it computes with, if it is quantized; see `dequantizing.dequantized`."""
+        """The weights that it computes with, if it is quantized; see `dequantization.dequantized`."""
         from adapterswap.core.model.dequantization import dequantized  # which imports transformers
 
         return dequantized(self)

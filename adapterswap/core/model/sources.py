@@ -138,7 +138,7 @@ class Reference(str):
         """The source of a base model, a local folder or the Hub's cache, and the content of its config.json."""
         source = Source.of_base(self)
         remedy = "Pass a base model's folder with a valid config.json"
-        return source, read_json(source.folder / "config.json", remedy, kind=BaseModelError)
+        return source, read_json(source.folder / MODEL_CONFIG, remedy, kind=BaseModelError)
 
     @property
     def cached_config(self) -> Mapping[str, Any] | None:
@@ -148,7 +148,7 @@ class Reference(str):
         """
         folder = self.cached_folder
         with suppress(ExpertError):
-            return None if folder is None else read_json(folder / "config.json")
+            return None if folder is None else read_json(folder / MODEL_CONFIG)
         return None
 
     @property
@@ -160,7 +160,7 @@ class Reference(str):
         hub_id = self.hub_id
         snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
         with suppress(BaseModelError):
-            if snapshot is not None and os.path.exists(snapshot / "config.json"):
+            if snapshot is not None and os.path.exists(snapshot / MODEL_CONFIG):
                 _check_links(snapshot, self, BaseModelError)
                 return snapshot
         return None
@@ -297,7 +297,7 @@ class Source:
         if os.path.exists(path):
             if path.suffix == ".gguf":
                 remedy = "Pass the folder from which the GGUF file was made"
-            elif any(os.path.exists(path.parent / name) for name in (CONFIG, "config.json")):
+            elif any(os.path.exists(path.parent / name) for name in (CONFIG, MODEL_CONFIG)):
                 remedy = "Pass the folder that holds it"
             raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
         hub_id = Reference(reference).hub_id if isinstance(reference, str) else None

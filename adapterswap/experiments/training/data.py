@@ -27,6 +27,7 @@ from adapterswap.experiments.training.hygiene import MATH, Screen
 from adapterswap.experiments.training.recipe import SIDES, DatasetSource, Template, TrainingOptions, TrainRecipe
 from adapterswap.experiments.training.report import RowCounts
 from adapterswap.experiments.training.texts import (
+    SEPARATORS,
     TEMPLATE_COLUMNS,
     Example,
     Renderer,
@@ -77,7 +78,6 @@ def draw_rows(
 
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
-_SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 
 @dataclass
@@ -226,13 +226,13 @@ def _read(files: Sequence[Path], source: DatasetSource) -> Any:
         with scratch_folder("rows") as cache:
             return datasets.load_dataset(kind, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True)
     if not source.streaming:
-        return _table(names, kind, split, source)
+        return _table(names, split, source)
     if split != "train":
         raise ValueError(f"a stream of local files has only the split train, not {split}")
-    return datasets.IterableDataset.from_generator(_rows, gen_kwargs={"names": names, "kind": kind})
+    return datasets.IterableDataset.from_generator(_rows, gen_kwargs={"names": names})
 
 
-def _rows(names: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
+def _rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of JSON, CSV or TSV files.
 
     `datasets` infers types in JSON: 18 beside 3.5 becomes 18.0, "007" beside 5 becomes 7, and a date becomes a time. Of
@@ -241,7 +241,8 @@ def _rows(names: Sequence[str], kind: str) -> Iterator[dict[str, Any]]:
     for name in names:
         with open(name, encoding="utf-8-sig", newline="") as file:
             try:
-                yield from _json_rows(file) if kind == "json" else csv_rows(file, _SEPARATORS[kind])
+                separator = SEPARATORS.get(Path(name).suffix)
+                yield from _json_rows(file) if separator is None else csv_rows(file, separator)
             except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
@@ -259,14 +260,14 @@ def _json_rows(file: TextIO) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _table(names: Sequence[str], kind: str, split: str, source: DatasetSource) -> Any:
+def _table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
     """The rows of files as a datasets.Dataset; columns that nothing reads are empty."""
     import datasets
 
     columns: dict[str, list[Any]] = {}
     named, number = _named_columns(source), 0
     needed = {*(name for _, name in named), *TEMPLATE_COLUMNS}
-    for row in _rows(names, kind):
+    for row in _rows(names):
         columns |= {key: [None] * number for key in row if key not in columns}
         for key, values in columns.items():
             values.append(row.get(key) if key in needed else None)

@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap.experiments.training.recipe import Hygiene
+from adapterswap.experiments.training.texts import SEPARATORS
 from adapterswap.kit.errors import DataError, NotFoundError, Problems, reason_of
 from adapterswap.kit.files.text import csv_rows, expand, json_lines, loads
 
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _SIZE = 13  # tokens of a gram
 _LEAST = 8  # tokens of a line that is one gram
 _SPAN = 12  # characters of a token in scripts without spaces
@@ -229,8 +229,8 @@ def _texts(path: Path) -> Iterator[str]:
     elif path.suffix == ".jsonl":
         for texts in json_lines(content.split("\n"), _strings, any_value=True):
             yield from texts
-    elif path.suffix in _SEPARATORS:
-        for number, row in enumerate(csv_rows(StringIO(content), _SEPARATORS[path.suffix])):
+    elif path.suffix in SEPARATORS:
+        for number, row in enumerate(csv_rows(StringIO(content), SEPARATORS[path.suffix])):
             yield from row.values() if number else (*row, *row.values())  # a table may have no header
     else:
         yield from content.splitlines()
