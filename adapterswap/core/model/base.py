@@ -89,13 +89,43 @@ def _config(folder: Path) -> Any:
     return config
 
 
+def language_model_class(config: Any, name: str) -> Any:
+    """The auto class of transformers that opens a config's model to read and write text.
+
+    That is the causal language model if transformers has one for the config: it may be the text model inside of a
+    multimodal one. Otherwise it is the multimodal model, whose language model answers texts without images or audio.
+
+    Args:
+        config: the transformers config.
+        name: the model's name in messages.
+
+    Raises:
+        BaseModelError: transformers has neither for this config.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    if type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+
+    if type(config) in AutoModelForMultimodalLM._model_mapping:
+        model = AutoModelForMultimodalLM._model_mapping[type(config)]
+        # Their texts go through an encoder, or they write no text.
+        if not config.is_encoder_decoder and model.can_generate():
+            return AutoModelForMultimodalLM
+
+    raise BaseModelError(
+        f"{name} is of the type {config.model_type}, and transformers has no decoder for it that continues texts",
+        "Use a causal language model, or a multimodal model whose language model is a decoder",
+        parameter="base_model",
+    )
+
+
 def empty_language_model(config: Any, name: str) -> Any:
-    """The modules of a config's causal language model; `name` is the model's name in messages."""
+    """The modules of a config's language model; `name` is the model's name in messages. See `language_model_class`."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with _explained(name), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return language_model_class(config, name).from_config(config, trust_remote_code=False)
 
 
 def empty_model(folder: Path, name: str, *, to_adapt: bool = False, task_type: str | None = None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
-from adapterswap.core.model.base import empty_language_model, read_config
+from adapterswap.core.model.base import empty_language_model, language_model_class, read_config
 from adapterswap.core.model.checkpoints import check_alone, model_identity
 from adapterswap.core.model.layers import Depth, ModelConfig, NumLayers
 from adapterswap.core.model.sources import Source
@@ -104,14 +104,12 @@ class OpenedBase:
         return GenerationConfig.from_model_config(self.config)
 
     def load_weights(self, *, dtype: str = "auto", **options: Any) -> Any:
-        """Load the causal language model, on the CPU unless `options` say otherwise.
+        """Load the language model, on the CPU unless `options` say otherwise; see `language_model_class`.
 
         Args:
             dtype: float32, bfloat16, float16, or auto for the one that the weights are stored in.
             options: further options of `from_pretrained`, such as `quantization_config` or `attn_implementation`.
         """
-        from transformers import AutoModelForCausalLM
-
         if dtype not in _DTYPES:
             raise ArgumentError(
                 f"The dtype {dtype!r} is unknown", f"Use one of {', '.join(_DTYPES)}", parameter="dtype"
@@ -119,13 +117,14 @@ class OpenedBase:
         folder = self.source.folder
         if self.source.revision is not None:  # on the Hub, of which only the small files are here
             folder = Source.find(self.reference, [*_SMALL_FILES, *_WEIGHTS], what="base model").folder
-        model = _load(AutoModelForCausalLM, folder, self.reference, dtype=dtype, **options)
+        kind = language_model_class(self.config, f"The base model {self.reference}")
+        model = _load(kind, folder, self.reference, dtype=dtype, **options)
         if self.generation is not None:
             model.generation_config = self.generation
         return model
 
     def empty_model(self) -> Any:
-        """The causal language model's modules without weights; see `empty_language_model`."""
+        """The language model's modules without weights; see `empty_language_model`."""
         return empty_language_model(self.config, f"The base model {self.reference}")
 
     @staticmethod
@@ -183,7 +182,7 @@ def _load(kind: Any, folder: Path, name: str, **options: Any) -> Any:
     except Exception as error:  # with an untested config, a model class can raise anything
         raise BaseModelError(
             f"The base model {name} cannot be loaded: {reason_of(error)}",
-            "Use a causal language model that transformers supports, with a valid config.json and safetensors weights",
+            "Use a base whose config.json and safetensors weights the installed transformers can load",
             parameter="base_model",
         ) from None
     if mismatched := sorted(info["mismatched_keys"]):
