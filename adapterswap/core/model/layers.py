@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeVar, get_args
 
 from adapterswap.core.model.architectures import Architecture, architecture_of
+from adapterswap.core.model.lengths import Lengths
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, CompositionError, ExpertError, UnsupportedError
 
 Kind = Literal["attention", "mlp", "other"]
@@ -270,6 +271,11 @@ class ModelConfig:
             f"The base model ({self.content.get('model_type', 'unknown type')}) has an encoder and a decoder",
             "Use a decoder-only model",
         )
+
+    @property
+    def lengths(self) -> Lengths:
+        """How long texts may be; `content` is that of a config as transformers opens it (`config.to_dict()`)."""
+        return Lengths.of(self.language)
 
     @property
     def layers_ahead(self) -> int:
