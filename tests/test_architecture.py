@@ -23,6 +23,7 @@ WINGS = {
     "experiments": (
         "permitted",
         "chat",
+        "intervals",
         "evaluation",
         "training",
         "analysis",

@@ -1,0 +1,321 @@
+"""Intervals of means, from what was drawn at random.
+
+A score is a mean over units (pairs of experts, seeds) and documents. Its interval depends on which of them were drawn
+independently: documents of one template are one draw, and so is an expert that is in several pairs. `mean_interval`
+finds that out from names, estimates the variance of the mean by analysis of variance, and takes Student's t with the
+degrees of freedom of Satterthwaite (1946, Biometrics Bulletin 2(6)). At the edge, where a variance cannot be estimated,
+it takes Wilson's interval of a share (1927) and the adjusted interval of a paired difference of shares (Bonett and
+Price 2012, Journal of Educational and Behavioral Statistics 37(4)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MIN_LEVELS = 3
+"""The fewest draws of a kind for an interval: of two, t with one degree of freedom is 12.7 standard errors wide."""
+
+SHARE = (0.0, 1.0)
+"""The bounds of shares of right answers."""
+DIFFERENCE = (-1.0, 1.0)
+"""The bounds of differences of two shares."""
+
+_FEW, _FEW_OF = 20, 1 / 3  # documents or groups that differ; with fewer, Student's t covers too little
+_NOTHING = 1e-18  # a variance that is rounding
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and its interval.
+
+    Attributes:
+        mean: of all values.
+        low, high: the ends; None if there is no interval.
+        over: what was drawn at random, in words: `("task experts", "language experts", "documents")`. Empty if there is
+            no interval.
+        design: `crossed` if experts of several kinds occur in all combinations, `paired` if each occurs with one other
+            only, `incomplete` if they occur in some combinations; empty if at most one kind varies.
+        method: `t`, `Wilson` or `adjusted` (Bonett and Price); empty if there is no interval.
+        freedom: the degrees of freedom of `t`; None for a normal quantile.
+        reason: why there is no interval, as a sentence without a full stop; empty if there is one.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    over: tuple[str, ...] = ()
+    design: str = ""
+    method: str = ""
+    freedom: float | None = None
+    reason: str = ""
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """(low, high), or None if there is no interval."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero is outside; False if there is no interval."""
+        return self.ends is not None and not self.ends[0] <= 0 <= self.ends[1]
+
+    @property
+    def half(self) -> float | None:
+        """Half of its width; None if there is no interval."""
+        return None if self.ends is None else (self.ends[1] - self.ends[0]) / 2
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One kind of draws among the units.
+
+    Attributes:
+        name: in words.
+        levels: the draw that each unit belongs to, as numbers from 0.
+    """
+
+    name: str
+    levels: NDArray[np.intp]
+
+    @property
+    def number(self) -> int:
+        """How many draws there are."""
+        return int(self.levels.max()) + 1
+
+    def follows(self, other: Factor) -> bool:
+        """Whether a draw of `other` decides this one: each level of `other` occurs with one level of this."""
+        return len({*zip(self.levels.tolist(), other.levels.tolist(), strict=True)}) == other.number
+
+
+def wilson(right: float, of: float, level: float = 0.95) -> tuple[float, float]:
+    """Wilson's (1927) interval of the share `right / of` of independent answers."""
+    return _wilson(right / of, of, NormalDist().inv_cdf((1 + level) / 2))
+
+
+def mean_interval(
+    values: ArrayLike,
+    units: Sequence[Sequence[str | None]] = (),
+    groups: Sequence[object] = (),
+    *,
+    names: Sequence[str] = (),
+    documents: str = "documents",
+    bounds: tuple[float, float] | None = None,
+    equal_groups: bool = False,
+    level: float = 0.95,
+) -> Interval:
+    """The interval of a mean over units and documents.
+
+    What was drawn at random follows from names. A unit is described by what it was made of: (task expert, language
+    expert) in a sweep, a seed in the lab. What all units share is not random, and the interval holds for it alone. If
+    each expert occurs with one other only, the two are one draw, a pair. If all combinations occur, they are crossed.
+    Documents of one group are one draw of a group.
+
+    With F the factors (kinds of experts, groups of documents), crossed, the variance of the mean is
+    Σ_S (-1)^(|S| + 1) MS_S / N over all sets S of factors, where MS_S is the mean square of the interaction S in the
+    analysis of variance, and N the number of cells. For pairs × groups that is (MS_pairs + MS_groups - MS_rest) / N.
+    It is never taken to be smaller than that of one factor alone. Where experts occur in some combinations only, the
+    variances of the factors alone are added, which counts the rest several times and is too wide. With groups of
+    different sizes, the mean over documents is a ratio, whose variance is that of its linearization.
+
+    Values between `bounds` get an interval that stays between them: shares Wilson's, with the number of independent
+    answers that has the same variance; a difference of shares of which few documents differ that of Bonett and Price,
+    likewise.
+
+    Args:
+        values: (units, documents), or (documents,) for one unit. For a paired interval, differences on the same
+            documents.
+        units: what each unit was made of; by default each unit is a draw of its own.
+        groups: the group of each document, by default a group for each.
+        names: what the entries of a unit are called, such as `("task experts", "language experts")`.
+        documents: what documents, or their groups, are called: `documents`, `templates`.
+        bounds: `SHARE` or `DIFFERENCE`, if all values are such; None for others.
+        equal_groups: whether each group counts as much as another, whatever its number of documents. The mean is then
+            over groups.
+        level: the probability with which the interval should contain the true mean.
+    """
+    table = np.atleast_2d(np.asarray(values, float))
+    group_of = np.unique([str(group) for group in groups], return_inverse=True)[1]
+    if not len(groups):
+        group_of = np.arange(table.shape[1])
+    factors, design = _factors(units or [(str(row),) for row in range(len(table))], names)
+
+    by_group, mean = _over_groups(table, group_of, equal_groups)
+    result = Interval(mean, None, None, design=design)
+    draws = [(factor.name, factor.number) for factor in factors] + [(documents, by_group.shape[1])]
+    for name, number in draws:
+        if number < MIN_LEVELS:
+            counted = name.removesuffix("s") if number == 1 else name
+            return replace(result, reason=f"{number} {counted}, and an interval needs at least {MIN_LEVELS}")
+
+    variance, freedom = _variance(by_group, factors, mean)
+    independent = len(table) == 1 and not len(groups)
+    ends = _ends(table, by_group, mean, variance, freedom, bounds, level, independent=independent)
+    if ends is None:
+        return replace(result, reason=f"all {documents} have the same value, so nothing shows how far they spread")
+    method, used_freedom, (low, high) = ends
+    return replace(
+        result,
+        low=round(low, 12),  # 0, not -1e-18
+        high=round(high, 12),
+        over=tuple(name for name, _ in draws),
+        method=method,
+        freedom=used_freedom,
+    )
+
+
+def _factors(units: Sequence[Sequence[str | None]], names: Sequence[str]) -> tuple[list[Factor], str]:
+    """What was drawn independently among the units, and how its kinds are combined."""
+    factors = []
+    for place in range(len(units[0])):
+        levels = np.unique([str(unit[place]) for unit in units], return_inverse=True)[1]
+        factors.append(Factor(names[place] if names else "units", levels))
+    varying = [factor for factor in factors if factor.number > 1]
+
+    kept: list[Factor] = []
+    paired = False
+    for factor in varying:
+        alike = [other for other in kept if factor.follows(other) and other.follows(factor)]
+        if alike:
+            paired = True
+            kept[kept.index(alike[0])] = replace(alike[0], name="pairs")
+        else:
+            kept.append(factor)
+
+    # An expert that occurs with one other only adds nothing to what that other's draw has decided.
+    top = [one for one in kept if not any(other is not one and other.follows(one) for other in kept)]
+    if len(top) < 2:
+        return top, "paired" if paired else ""
+    combinations_present = len({*zip(*(factor.levels.tolist() for factor in top), strict=True)})
+    complete = combinations_present == math.prod(factor.number for factor in top)
+    return top, "crossed" if complete else "incomplete"
+
+
+def _over_groups(
+    table: NDArray[np.float64], group_of: NDArray[np.intp], equal_groups: bool
+) -> tuple[NDArray[np.float64], float]:
+    """Values by group (units, groups) whose mean is the mean, and the mean.
+
+    Of groups with different numbers of documents they are linearized: the mean plus each group's part of the deviation.
+    """
+    sizes = np.bincount(group_of)
+    sums = np.stack([np.bincount(group_of, row) for row in table])
+    means = sums / sizes
+    if equal_groups:
+        return means, float(means.mean())
+    mean = float(table.mean())
+    return mean + (means - mean) * (sizes / sizes.mean()), mean
+
+
+def _variance(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: float) -> tuple[float, float]:
+    """The variance of the mean, and its degrees of freedom."""
+    shape = tuple(factor.number for factor in factors)
+    place = np.ravel_multi_index([factor.levels for factor in factors], shape) if factors else np.zeros(1, np.intp)
+    if not factors:
+        place = np.zeros(len(by_group), np.intp)
+    counts = np.bincount(place, minlength=math.prod(shape))
+    if not counts.all():
+        return _added(by_group, factors, mean)
+
+    # Units that are one combination, such as checkpoints of one training run, are one cell.
+    sums = np.zeros((len(counts), by_group.shape[1]))
+    np.add.at(sums, place, by_group)
+    cells = mean + (sums / counts[:, None] - mean) * (counts / counts.mean())[:, None]
+    cells = cells.reshape(*shape, by_group.shape[1])
+
+    parts = [*_mean_squares(cells)]
+    variance = sum((-1) ** (len(axes) + 1) * square for axes, square, _ in parts) / cells.size
+    freedom = _satterthwaite(variance, [(square / cells.size, number) for _, square, number in parts])
+    alone, alone_freedom = max((square / cells.size, number) for axes, square, number in parts if len(axes) == 1)
+    return (variance, freedom) if variance > alone else (alone, alone_freedom)
+
+
+def _mean_squares(cells: NDArray[np.float64]) -> Iterator[tuple[tuple[int, ...], float, float]]:
+    """(axes, mean square, degrees of freedom) of every main effect and interaction of a complete table."""
+    axes = [axis for axis, number in enumerate(cells.shape) if number > 1]
+    for size in range(1, len(axes) + 1):
+        for chosen in combinations(axes, size):
+            effect = cells.mean(tuple(axis for axis in range(cells.ndim) if axis not in chosen), keepdims=True)
+            for axis in chosen:
+                effect = effect - effect.mean(axis, keepdims=True)
+            freedom = math.prod(cells.shape[axis] - 1 for axis in chosen)
+            yield chosen, float((effect**2).sum()) * cells.size / effect.size / freedom, float(freedom)
+
+
+def _added(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: float) -> tuple[float, float]:
+    """The sum of the variances of each factor alone, for experts that occur in some combinations only."""
+    deviations = by_group - mean
+    sums = [np.bincount(factor.levels, deviations.sum(1)) for factor in factors] + [deviations.sum(0)]
+    parts = []
+    for of_level in sums:
+        number = len(of_level)
+        parts.append((number / (number - 1) * float((of_level**2).sum()) / by_group.size**2, number - 1.0))
+    variance = sum(part for part, _ in parts)
+    return variance, _satterthwaite(variance, parts)
+
+
+def _satterthwaite(variance: float, parts: Sequence[tuple[float, float]]) -> float:
+    """The degrees of freedom of a variance that is a sum of (part, degrees of freedom), with signs."""
+    squares = sum(part**2 / freedom for part, freedom in parts)
+    return variance**2 / squares if squares > 0 else math.inf
+
+
+def _ends(
+    table: NDArray[np.float64],
+    by_group: NDArray[np.float64],
+    mean: float,
+    variance: float,
+    freedom: float,
+    bounds: tuple[float, float] | None,
+    level: float,
+    *,
+    independent: bool,
+) -> tuple[str, float | None, tuple[float, float]] | None:
+    """(method, degrees of freedom, ends); None if nothing varies and values have no bounds."""
+    from scipy import stats
+
+    normal = NormalDist().inv_cdf((1 + level) / 2)
+    groups = by_group.shape[1]
+    ahead, behind = float(np.maximum(table, 0).mean()), float(np.maximum(-table, 0).mean())
+    single = mean * (1 - mean) if bounds == SHARE else ahead + behind - mean**2  # the variance of one answer
+    is_still = variance <= _NOTHING
+    if is_still and bounds is None:
+        return None
+
+    # One answer's variance follows from the mean, unless answers depend on each other or are not right or wrong.
+    is_known = is_still or (independent and bool(np.isin(table, (-1.0, 0.0, 1.0)).all()))
+    quantile = normal if is_known else float(stats.t.ppf((1 + level) / 2, freedom))
+    used_freedom = None if is_known else freedom
+    number = float(groups) if is_known else 1 + single / variance
+    if bounds == SHARE:
+        return "Wilson", used_freedom, _wilson(mean, number, quantile)
+    differing = int((np.abs(by_group).max(0) > _NOTHING).sum())
+    if bounds == DIFFERENCE and differing < min(_FEW, groups * _FEW_OF):
+        return "adjusted", used_freedom, _adjusted(ahead, behind, number, quantile)
+
+    half = float(stats.t.ppf((1 + level) / 2, freedom)) * variance**0.5
+    low, high = mean - half, mean + half
+    if bounds is not None:
+        low, high = max(low, bounds[0]), min(high, bounds[1])
+    return "t", freedom, (low, high)
+
+
+def _wilson(share: float, number: float, quantile: float) -> tuple[float, float]:
+    square = quantile**2
+    middle = share + square / (2 * number)
+    half = quantile * math.sqrt(max(0.0, share * (1 - share)) / number + square / (4 * number**2))
+    scale = 1 + square / number
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def _adjusted(ahead: float, behind: float, number: float, quantile: float) -> tuple[float, float]:
+    """Bonett and Price's interval of a paired difference: of each kind of document that differs, one is added."""
+    one, other = (ahead * number + 1) / (number + 2), (behind * number + 1) / (number + 2)
+    half = quantile * math.sqrt((one + other - (one - other) ** 2) / (number + 2))
+    return max(-1.0, one - other - half), min(1.0, one - other + half)
