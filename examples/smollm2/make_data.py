@@ -2,12 +2,15 @@
 
     python examples/smollm2/make_data.py
     python examples/smollm2/make_data.py es spa-eng.zip   # Spanish pairs, from a file of manythings.org/anki
-    python examples/smollm2/make_data.py de deu-eng.zip   # German ones; neither file is in the repository
+    python examples/smollm2/make_data.py de deu-eng.zip   # German ones
 
 The French rows are pairs of sentences from data/tatoeba_english_french.tsv.gz (Tatoeba, CC BY 2.0 FR), without digits
 and with at most one number word, so that they teach no arithmetic. `french_more.jsonl` has pairs with words of the
-problems, up to 100 for each word, shorter sentences with more such words first; `french_random.jsonl` has as many,
-drawn at random from all.
+problems, those of the test included, up to 100 for each word, shorter sentences with more such words first;
+`french_random.jsonl` has as many, drawn at random from all.
+
+The rows of the fifth plan know no problem: `drawn_rows` draws pairs at random whose foreign sentence has 4 to 10 words.
+With a zip file, the pairs of that language among which it draws are written to data/ too.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ MATH_ROWS = 2100  # of each seed, 50 of each template
 FURTHER, TRIES = 10, 5000  # further test problems of each template, and how many are drawn to find them
 RANDOM_PAIRS = 5680  # 130 thousand tokens
 PAIRS_FOR_A_WORD = 100
+DRAWN_PAIRS, WORDS_OF_A_SENTENCE = 5600, range(4, 11)  # of each seed of the fifth plan
+KEPT_PAIRS = 40_000  # of a language whose zip file is larger
 WORDS = {
     "fr": r"""
 achèt\w*|achet\w* ensemble\b pos(?:e|er|é|ez)\b donn(?:e|er|é|ez|a)\b vend\w* per(?:d|ds|du|dre|dent)\b
@@ -143,12 +148,41 @@ def further_problems(number: int, exclude: Iterable[str]) -> list[WordProblem]:
     return problems
 
 
+def pool_of(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs among which the fifth plan draws: foreign sentences of 4 to 10 words, each English sentence once."""
+    pool: dict[str, Pair] = {}
+
+    for foreign, english in pairs:
+        if len(foreign.split()) in WORDS_OF_A_SENTENCE:
+            pool.setdefault(english, (foreign, english))
+
+    return list(pool.values())
+
+
+def drawn_rows(language: str, seed: int) -> list[dict[str, str]]:
+    """The rows of a language expert of the fifth plan. No word of any problem is looked at."""
+    with gzip.open(DATA / f"tatoeba_english_{NAMES[language].lower()}.tsv.gz", "rt", encoding="utf-8") as lines:
+        pool = pool_of(read_pairs(lines))
+
+    drawn = Random(f"{language} {seed}").sample(pool, DRAWN_PAIRS)
+
+    return [{"text": f"{NAMES[language]}: {foreign}\nEnglish: {english}"} for foreign, english in drawn]
+
+
 def write_others(language: str, file: str) -> None:
     """Write the pairs of another language, from a zip file with sentences of both languages, such as spa.txt."""
     with ZipFile(file) as archive:
         name = next(name for name in archive.namelist() if re.fullmatch(r"(?:.*/)?[a-z]{3}\.txt", name))
         pairs = read_pairs(archive.read(name).decode("utf-8").splitlines())
+
     write_pairs(NAMES[language].lower(), with_words(pairs, PAIRS_FOR_A_WORD, language), language)
+
+    kept = Random(f"kept {language}").sample(pool_of(pairs), KEPT_PAIRS)
+    text = "".join(f"{english}\t{foreign}\n" for foreign, english in sorted(kept))
+
+    # The same bytes every time: no date and no name in the file.
+    target = DATA / f"tatoeba_english_{NAMES[language].lower()}.tsv.gz"
+    target.write_bytes(gzip.compress(text.encode("utf-8"), mtime=0))
 
 
 def main(*other: str) -> None:
