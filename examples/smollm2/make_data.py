@@ -20,6 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from random import Random
 from zipfile import ZipFile
@@ -159,12 +160,16 @@ def pool_of(pairs: Iterable[Pair]) -> list[Pair]:
     return list(pool.values())
 
 
+@cache
+def pool_in_data(language: str) -> list[Pair]:
+    """The pairs of a language among which the fifth plan draws, from the file in data/."""
+    with gzip.open(DATA / f"tatoeba_english_{NAMES[language].lower()}.tsv.gz", "rt", encoding="utf-8") as lines:
+        return pool_of(read_pairs(lines))
+
+
 def drawn_rows(language: str, seed: int) -> list[dict[str, str]]:
     """The rows of a language expert of the fifth plan. No word of any problem is looked at."""
-    with gzip.open(DATA / f"tatoeba_english_{NAMES[language].lower()}.tsv.gz", "rt", encoding="utf-8") as lines:
-        pool = pool_of(read_pairs(lines))
-
-    drawn = Random(f"{language} {seed}").sample(pool, DRAWN_PAIRS)
+    drawn = Random(f"{language} {seed}").sample(pool_in_data(language), DRAWN_PAIRS)
 
     return [{"text": f"{NAMES[language]}: {foreign}\nEnglish: {english}"} for foreign, english in drawn]
 
