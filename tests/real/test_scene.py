@@ -148,61 +148,6 @@ def test_refusals(tmp_path: Path) -> None:
     assert missing.value.parameter == "experts"
 
 
-def test_the_study_gives_the_same_numbers(
-    base: Path, model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The script for a GPU: the model from its parts, a swap, answers; and three steps of training lower the loss."""
-    study = runpy.run_path(str(EXAMPLE / "study.py"))
-    world = study["main"].__globals__
-    monkeypatch.setitem(world, "MODEL", tmp_path / "model")
-    monkeypatch.setitem(world, "OUT", tmp_path / "study")
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "base").symlink_to(base)
-    study["pack"]()
-    parts = sorted((tmp_path / "model").glob("part-*.safetensors"))
-    assert max(part.stat().st_size for part in parts) <= 60_000_000
-    for name, weight in study["unpacked"]().items():
-        assert torch.equal(weight, model.get_parameter(name)), name
-    items = study["read"]("test_fr.jsonl")[::50]
-    composer = asw.LiveComposer.from_experts(model, EXPERTS)
-    plain, _ = study["load_model"]("cpu")
-    math, french = ({n: d.float() for n, d in all_deltas(path).items()} for path in EXPERTS.values())
-    with study["changed"](plain, study["swapped"](math, french)):
-        marks = study["answers"](plain, tokenizer, items)
-    with composer.use("math+french@bottom=8,top=0"):
-        assert marks == study["answers"](Inner(composer.model), tokenizer, items)
-    rows = study["encoded"](study["read"]("math-0.jsonl")[:6], tokenizer)
-    before = loss_of(plain, rows)
-    delta = study["train"](plain, tokenizer, rows, seed=0, layers=[20, 29], batch=2, rate=5e-3)
-    assert {name.split(".")[2] for name in delta} == {"20", "29"}
-    with study["changed"](plain, delta):
-        assert loss_of(plain, rows) < before
-
-
-class Inner:
-    """A PeftModel with the attributes of its model that the script reads."""
-
-    def __init__(self, model: Any) -> None:
-        inner = model.get_base_model()
-        self.model, self.lm_head, self.device = inner.model, inner.lm_head, inner.device
-
-
-def all_deltas(path: Path) -> dict[str, torch.Tensor]:
-    from .conftest import deltas
-
-    return deltas(path)
-
-
-@torch.no_grad()
-def loss_of(model: Any, rows: list[tuple[list[int], int]]) -> float:
-    total = 0.0
-    for ids, begin in rows:
-        tokens = torch.tensor([ids])
-        log_probabilities = model(tokens).logits[0, :-1].log_softmax(-1)
-        total -= log_probabilities[begin - 1 :].gather(1, tokens[0, begin:, None]).mean().item()
-    return total / len(rows)
-
-
 @pytest.mark.slow
 def test_eight_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_path: Path) -> None:
     """The same rows in the same steps, by TRL's own trainer and logits: the losses agree up to rounding.
