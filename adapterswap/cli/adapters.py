@@ -323,6 +323,7 @@ def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
         "lost_share": extraction.lost_share,
         "modules": [asdict(module) for module in extraction.modules],
         "unchanged": list(extraction.unchanged),
+        "in_full": list(extraction.in_full),
         "lost": [asdict(parameter) for parameter in extraction.lost],
     }
 
@@ -336,6 +337,8 @@ def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
         note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
     if extraction.unchanged:
         note(f"{len(extraction.unchanged)} modules equal the base and are left out")
+    if extraction.in_full:
+        note(f"held whole, as the fine-tune has them: {', '.join(extraction.in_full)}")
     for line in extraction.lost_lines():
         note(f"not in the adapter: {line}")
     worst = max(extraction.modules, key=lambda module: module.error)

@@ -191,8 +191,9 @@ def _distance(delta: npt.NDArray[np.float32], factors: Factors, device: Any) -> 
 
 def leave_out_unloadable(pair: WeightPair) -> WeightPair:
     """The pair without the matrices that PEFT cannot adapt; these move to `left_out`."""
-    folder, name = pair.base.source.folder, pair.base.name
-    names = loadable(lambda: empty_model(folder, name, to_adapt=True), [matrix.weight for matrix in pair.matrices])
+    folder, name, model_class = pair.base.source.folder, pair.base.name, pair.model.class_name
+    weights = [matrix.weight for matrix in pair.matrices]
+    names = loadable(lambda: empty_model(folder, name, model_class=model_class), weights)
     matrices = tuple(matrix for matrix in pair.matrices if matrix.weight.name in names)
     unloadable = [matrix for matrix in pair.matrices if matrix.weight.name not in names]
     if not matrices:
@@ -249,7 +250,7 @@ def _loads(model: Any, weights: Sequence[Weight]) -> bool:
         rslora=True,
         base_model=None,
         revision=None,
-        task_type="CAUSAL_LM",
+        task_type=None,  # that of a classifier would ask for its head, too
         fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
         tied=any(weight.tied for weight in weights),
     )

@@ -35,7 +35,7 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-6  # how far a norm or an error may be from the 
 
 
 _KEYS = {*ExtractionRecord.model_fields, OutputKind.LIST, OutputKind.PRINTS}
-_WRITTEN = _KEYS - {"slice"}  # always written
+_WRITTEN = _KEYS - {"slice", "in_full"}  # always written
 
 
 def verify_extracted(

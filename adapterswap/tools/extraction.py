@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.companions.tokenizer import read_tokens
-from adapterswap.core.model.base import Base
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.checkpoints import open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, Kind
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Reference
@@ -85,11 +85,13 @@ class Extraction:
         modules: the adapter's.
         unchanged: modules that the fine-tune did not change; the adapter leaves them out.
         lost: everything else that it changed.
+        in_full: modules that the adapter holds whole, such as a classifier's head.
     """
 
     modules: tuple[Extracted, ...]
     unchanged: tuple[str, ...]
     lost: tuple[Lost, ...]
+    in_full: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Extraction of {len(self.modules)} modules, rank {self.ranks}, relative error {self.error:.4g}>"
@@ -200,6 +202,7 @@ def _write_folder(
             for module in extraction.modules
         },
         unchanged=list(extraction.unchanged),
+        **({"in_full": sorted(pair.in_full)} if pair.in_full else {}),
         left_out={
             parameter.name: {"reason": parameter.reason, "norm": parameter.norm} for parameter in extraction.lost
         },
@@ -231,7 +234,9 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
         rslora=True,
         base_model=base.name if base.revision else base_model,
         revision=base.revision,
-        task_type="CAUSAL_LM",
+        task_type=pair.task_type,
+        auto_mapping=None if pair.task_type else pair.model.auto_mapping,
+        saved=pair.saved,
         fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
         tied=any(weight.tied for weight in weights),
     )
@@ -239,13 +244,15 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
 
 def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
     """The model card: what the adapter was cut out of, its error, and what is missing."""
-    model = Base.at(pair.base.source.folder, pair.base.name, to_adapt=True)
+    model = pair.model
+    is_usual = pair.task_type == "CAUSAL_LM" and not model.is_multimodal
     layers = dict.fromkeys(module.layer for module in extraction.modules)
     return extracted_card(
         pair.full,
         base,
         config,
-        model_class=model.class_name if model.is_multimodal else "AutoModelForCausalLM",
+        model_class="AutoModelForCausalLM" if is_usual else model.class_name,
+        task_type=pair.task_type,
         errors=(extraction.error, extraction.whole_error),
         rows=[_row("no layer" if one is None else f"layer {one}", extraction.modules, one) for one in layers],
         lost=extraction.lost_lines(),
@@ -335,6 +342,7 @@ def extract(
     ):
         spool = Spool(folder)
         extraction = _carry_out(matched, form, progress, lambda cut: cut.keep(spool))
+        _keep_heads(matched, spool)
         request = _request(matched, form, selection, hashes(), config_from)
         _write_folder(folder, matched, extraction, spool, request, os.path.expanduser(str(base_model)))
     return extraction
@@ -350,6 +358,14 @@ def _device(name: str) -> Any:
 
     device = choose_device(name)
     return "cpu" if device.type == "mps" else device
+
+
+def _keep_heads(matched: WeightPair, spool: Spool) -> None:
+    """Keep the heads that the adapter holds whole, as PEFT stores a module that was trained in full."""
+    with open_files(matched.full.shards) as files:
+        for name, whole in sorted(matched.in_full.items()):
+            module, _, parameter = name.rpartition(".")
+            spool.keep_copy(ModuleKeys(module).parameter(parameter), whole.tensor, files[whole.path])
 
 
 def _carry_out(
@@ -382,4 +398,4 @@ def _carry_out(
             "Pass a full fine-tune of this base, or select what it changed",
             parameter="full",
         )
-    return Extraction(tuple(extracted), tuple(unchanged), tuple(lost))
+    return Extraction(tuple(extracted), tuple(unchanged), tuple(lost), tuple(matched.saved))

@@ -8,12 +8,13 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from adapterswap.core.changes.kinds import Whole
 from adapterswap.core.companions.config import ConfigDifferences, pads_only_to_generate
+from adapterswap.core.experts.keys import TASK_HEADS
 from adapterswap.core.experts.parts import compare_shapes
 from adapterswap.core.model.base import Base, Weight
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
@@ -50,12 +51,15 @@ class Side:
         weights: the weights that LoRA can change, by parameter name; of tied weights only the first. A tie that the
             checkpoint breaks is none: transformers loads a stored head that is another weight.
         parameters: parameter name → the first name of the same parameter.
+        is_of_its_own: whether the class is another than a causal language model; see `Base.class_of_its_own`.
     """
 
     checkpoint: Checkpoint
     base: Base
     weights: Mapping[str, Weight]
     parameters: Mapping[str, str]
+
+    is_of_its_own: bool = False
 
     @property
     def is_tied(self) -> bool:
@@ -81,9 +85,9 @@ def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
     return sum(alone) == 1 and kinds[0] is not None and kinds[0] == kinds[1]
 
 
-def read_side(checkpoint: Checkpoint) -> Side:
-    """Read a model's names and ties."""
-    base = Base.at(checkpoint.source.folder, checkpoint.name, to_adapt=True)
+def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
+    """Read a model's names and ties, in a class of transformers; by default a causal language model's."""
+    base = Base.at(checkpoint.source.folder, checkpoint.name, to_adapt=model_class is None, model_class=model_class)
     check_one_list(checkpoint.name, base)
     stored = {base.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
     weights, parameters = dict(base.by_parameter), dict(base.parameters)
@@ -101,7 +105,7 @@ def read_side(checkpoint: Checkpoint) -> Side:
                 head, weight.in_features, weight.out_features, embedding=False, transposed=False
             )
             parameters[f"{head}.weight"] = f"{head}.weight"
-    return Side(checkpoint, base, weights, parameters)
+    return Side(checkpoint, base, weights, parameters, is_of_its_own=model_class is not None)
 
 
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
@@ -195,16 +199,35 @@ class WeightPair:
 
     Attributes:
         full, base: the checkpoints.
+        model: the base in the class that the adapter is for.
         num_layers: the base's layers.
         matrices: the weights that the adapter will hold; those without a layer first, then by layer and name.
+        in_full: the parameters that the adapter will hold whole, by name: those of a classifier's head, and of modules
+            outside the layers that only the fine-tune's class has.
+        task_type: PEFT's, for the class; None if it has none.
         left_out: everything else.
     """
 
     full: Checkpoint
     base: Checkpoint
+    model: Base
     num_layers: int
     matrices: tuple[WeightMatrix, ...]
+    in_full: Mapping[str, Whole]
+    task_type: str | None
     left_out: tuple[LeftOutWeight, ...]
+
+    @property
+    def saved(self) -> list[str]:
+        """The modules that the adapter will hold whole: the outermost ones of which it holds all parameters."""
+        others = self.model.parameters.keys() - self.in_full.keys()
+        modules = set()
+        for name in self.in_full:
+            parts = name.split(".")[:-1]
+            prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+            whole = (one for one in prefixes if not any(other.startswith(f"{one}.") for other in others))
+            modules.add(next(whole))
+        return sorted(modules)
 
 
 def pair(
@@ -223,18 +246,22 @@ def pair(
     tuned_side, side = _sides(full, base)
     num_layers = Depth.known(num_layers, base.name, "Pass another base")
     problems = Problems(BaseModelError)
-    towers: Mapping[str, StoredTensor] = {}
+    towers: dict[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}
+    in_full: dict[str, Whole] = {}
+    task_type = _task_of(side.base)
     if full.config.get("model_type") == base.config.get("model_type"):
         ours, theirs = (dict(_by_name(checkpoint, side.name_of)) for checkpoint in (full, base))
-        _check_names(ours, theirs, full, base, side, problems)
+        heads = _heads(ours, theirs, side, task_type) if side.is_of_its_own else {}
+        in_full = {name: Whole.of(stored.path, stored.tensor) for name, stored in heads.items()}
+        towers = _check_names(ours, theirs, full, base, side, problems, without=heads)
     else:
         ours, theirs, towers, labels = _reconciled(tuned_side, side, problems)
     _check_selection(selection, full, side, num_layers, problems)
     problems.raise_if_any()
     matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
     different_shapes: list[str] = []
-    for name in sorted(ours.keys() & theirs.keys()):
+    for name in sorted((ours.keys() & theirs.keys()) - in_full.keys()):
         tuned, original = ours[name], theirs[name]
         weight = side.weights.get(name)
         both = Whole.of(tuned.path, tuned.tensor), Whole.of(original.path, original.tensor)
@@ -269,7 +296,7 @@ def pair(
     compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
     if config_from is None:
-        _check_configs(full, base)
+        _check_configs(full, base, _LABELS if in_full else ())
     for matrix in matrices:
         _check_tying(matrix.weight)
     if not matrices:
@@ -279,20 +306,24 @@ def pair(
             parameter="layers",
         )
     matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
-    return WeightPair(full, base, num_layers, tuple(matrices), tuple(left_out))
+    return WeightPair(full, base, side.base, num_layers, tuple(matrices), in_full, task_type, tuple(left_out))
 
 
-def config_differences(full: Checkpoint, base: Checkpoint) -> ConfigDifferences:
+# The labels of a classifier's head in config.json, which say nothing of a base without this head.
+_LABELS = ("id2label", "label2id", "num_labels")
+
+
+def config_differences(full: Checkpoint, base: Checkpoint, ignoring: Iterable[str] = ()) -> ConfigDifferences:
     """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
     configs = parts = [checkpoint.config for checkpoint in (full, base)]
     if parts[0].get("model_type") != parts[1].get("model_type"):
         parts = [ModelConfig(config).language for config in parts]
     padding = ("pad_token_id",) if all(map(pads_only_to_generate, configs)) else ()
-    return ConfigDifferences.between(*parts, ignoring=("tie_word_embeddings", *padding))
+    return ConfigDifferences.between(*parts, ignoring=("tie_word_embeddings", *padding, *ignoring))
 
 
-def _check_configs(full: Checkpoint, base: Checkpoint) -> None:
-    if differences := config_differences(full, base):
+def _check_configs(full: Checkpoint, base: Checkpoint, ignoring: Iterable[str]) -> None:
+    if differences := config_differences(full, base, ignoring):
         raise BaseModelError(
             f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
             f"{differences.text(full.name, base.name)}",
@@ -320,11 +351,15 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
             parameter="base_model",
         )
     problems.raise_if_any()
+    model_class = None
     try:
-        tuned = read_side(full)
+        if kinds[0] == kinds[1]:
+            named = full if full.config.get("architectures") else base
+            model_class = Base.class_of_its_own(named.source.folder, named.name)
+        tuned = read_side(full, model_class)
     except AdapterswapError as error:  # which names the base
         raise error.recast(parameter="full") from None
-    sides = tuned, read_side(base)
+    sides = tuned, read_side(base, model_class)
     if sides[0].is_tied != sides[1].is_tied:
         heads = [f"{'ties' if side.is_tied else 'does not tie'} its head" for side in sides]
         raise BaseModelError(
@@ -346,6 +381,31 @@ def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> It
             yield name or key, parameter
 
 
+def _task_of(model: Base) -> str | None:
+    """PEFT's task type for a model's class; None if there is none, or if PEFT would not find the head of its task."""
+    children = {name.partition(".")[0] for name in model.parameters}
+    heads = TASK_HEADS.get(model.task or "", ())
+    return model.task if not heads or children.intersection(heads) else None
+
+
+def _heads(
+    ours: Mapping[str, StoredTensor], theirs: Container[str], side: Side, task_type: str | None
+) -> dict[str, StoredTensor]:
+    """The stored tensors that the adapter must hold whole, so that PEFT can load it: those of the head of its task, and
+    of modules outside the layers that the fine-tune's class has and the base does not store, such as a pooler."""
+    outside = {name for name in side.parameters.values() if ModuleName(name).layer(side.base.container) is None}
+    by_module: dict[str, list[str]] = {}
+    for name in sorted(outside):
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+
+    heads = dict[str, StoredTensor]()
+    for module, names in by_module.items():
+        of_task = module.partition(".")[0] in TASK_HEADS.get(task_type or "", ())
+        if all(name in ours and (of_task or name not in theirs) for name in names):
+            heads |= {name: ours[name] for name in names}
+    return heads
+
+
 def _check_names(
     ours: Mapping[str, StoredTensor],
     theirs: Mapping[str, StoredTensor],
@@ -353,13 +413,27 @@ def _check_names(
     base: Checkpoint,
     side: Side,
     problems: Problems,
-) -> None:
+    *,
+    without: Container[str] = (),
+) -> dict[str, StoredTensor]:
+    """Report what only one of the two stores. Modules that predict further tokens may be missing in either, because
+    transformers does not load them, and the heads of another class in the fine-tune. The result is what only the
+    fine-tune has."""
     parameter_names = set(side.parameters.values())
+    ahead = {}
     for holder, lacking, has, lacks in ((ours, theirs, full, base), (theirs, ours, base, full)):
         for name in sorted(holder.keys() - lacking.keys()):
-            if name in parameter_names or len(holder[name].tensor.shape) > 1:  # else a buffer that one version saved
+            if name in without:
+                continue
+            if name not in parameter_names and holder[name].name in has.ahead:
+                ahead[name] = holder[name]
+                continue
+            is_of_another_class = side.is_of_its_own and has is base and holder[name].layer is None
+            is_buffer = len(holder[name].tensor.shape) < 2  # which one version saved
+            if name in parameter_names or not (is_of_another_class or is_buffer):
                 problems.add(f"{has.name} holds {name}, but {lacks.name} does not", _REMEDY, parameter="base_model")
     _check_complete(side, ours, theirs, full, base, problems)
+    return {name: stored for name, stored in ahead.items() if name in ours}
 
 
 def _check_complete(
@@ -371,6 +445,8 @@ def _check_complete(
     problems: Problems,
 ) -> None:
     for name in sorted(side.weights.keys() - ours.keys() - theirs.keys()):
+        if side.is_of_its_own and side.weights[name].layer is None:  # a pooler that neither uses
+            continue
         problems.add(
             f"Neither {full.name} nor {base.name} holds {name}, which transformers has in such a model",
             "Save or download both again, with all their weights: transformers would fill this one with random numbers",

@@ -100,6 +100,8 @@ class ConfigDifferences:
             one, other: the contents of two config.json.
             ignoring: keys that the caller compares in another way.
         """
+        if all(map(pads_only_to_generate, (one, other))):
+            ignoring = (*ignoring, _PAD)
         ours, theirs = (_computing(config, ignoring) for config in (one, other))
         values = _differing(ours, theirs)
         if not values:
@@ -128,8 +130,7 @@ def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, 
 
 def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str, Any]:
     """The computing part of a config, flat: `text_config.rope_parameters.rope_theta` → value."""
-    left_out = {*NEUTRAL, *_ELSEWHERE, *ignoring, *({_PAD} if pads_only_to_generate(config) else ())}
-    return dict(_flat(config, left_out, ""))
+    return dict(_flat(config, {*NEUTRAL, *_ELSEWHERE, *ignoring}, ""))
 
 
 def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ is read.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -128,7 +129,9 @@ def empty_language_model(config: Any, name: str) -> Any:
         return language_model_class(config, name).from_config(config, trust_remote_code=False)
 
 
-def empty_model(folder: Path, name: str, *, to_adapt: bool = False, task_type: str | None = None) -> Any:
+def empty_model(
+    folder: Path, name: str, *, to_adapt: bool = False, task_type: str | None = None, model_class: str | None = None
+) -> Any:
     """A model of a folder's config.json without weights, on torch's meta device, for a caller that changes it.
 
     Its class is that of `architectures` in the config. This may be more than a language model, for example a vision
@@ -140,15 +143,20 @@ def empty_model(folder: Path, name: str, *, to_adapt: bool = False, task_type: s
         name: the model's name in messages.
         to_adapt: the class for a new adapter instead: a causal language model, unless the model is multimodal.
         task_type: PEFT's, for the class of this task instead, where transformers has one.
+        model_class: the name of this class of transformers instead.
     """
     with _explained(name):
-        return _empty(_config(folder), to_adapt=to_adapt, task_type=task_type)
+        return _empty(_config(folder), to_adapt=to_adapt, task_type=task_type, model_class=model_class)
 
 
-def _empty(config: Any, *, to_adapt: bool, task_type: str | None = None) -> Any:
+def _empty(config: Any, *, to_adapt: bool, task_type: str | None = None, model_class: str | None = None) -> Any:
     import torch
+    import transformers
 
-    build = _builder(config, to_adapt=to_adapt, task_type=task_type)
+    if model_class is not None:
+        build = getattr(transformers, model_class)._from_config
+    else:
+        build = _builder(config, to_adapt=to_adapt, task_type=task_type)
     with torch.device("meta"):
         return build(config)
 
@@ -173,11 +181,12 @@ def _builder(config: Any, *, to_adapt: bool, task_type: str | None) -> Callable[
 
 
 @lru_cache(maxsize=4)
-def _built(folder: Path, config: bytes, to_adapt: bool) -> Base:
+def _built(folder: Path, config: bytes, to_adapt: bool, model_class: str | None) -> Base:
     opened = _config(folder)
-    if to_adapt and _is_saved_to_adapt(opened):
-        return _built(folder, config, False)
-    return Base(_empty(opened, to_adapt=to_adapt))
+    named = opened.architectures or [None]
+    if (model_class is not None and model_class == named[0]) or (to_adapt and _is_saved_to_adapt(opened)):
+        return _built(folder, config, False, None)
+    return Base(_empty(opened, to_adapt=to_adapt, model_class=model_class))
 
 
 def _is_saved_to_adapt(config: Any) -> bool:
@@ -316,10 +325,53 @@ class Base(Mapping[str, Weight]):
         return type(self._model).__name__
 
     @property
+    def task(self) -> str | None:
+        """PEFT's task type for this class; None if it has none. PEFT's class for a task calls the model with token ids,
+        and that for causal language models prepares inputs for generation."""
+        import transformers
+
+        model_class = type(self._model)
+        if self._model.can_generate():
+            return "CAUSAL_LM"
+        if "input_ids" not in inspect.signature(model_class.forward).parameters:
+            return None
+        for task, auto_class in _TASK_CLASSES.items():
+            mapping = getattr(transformers, auto_class)._model_mapping
+            if mapping.get(type(self._model.config), None) is model_class:
+                return task
+        return None
+
+    @property
+    def auto_mapping(self) -> Mapping[str, str]:
+        """The class, as PEFT names it in the config of an adapter without a task type."""
+        model_class = type(self._model)
+        return {"base_model_class": model_class.__name__, "parent_library": model_class.__module__}
+
+    @property
     def is_multimodal(self) -> bool:
         """Whether the language model is only a part of the model."""
         config = self._model.config
         return config.get_text_config() is not config
+
+    @staticmethod
+    def class_of_its_own(folder: Path, name: str) -> str | None:
+        """The class in which a model was saved, if that is neither a causal language model nor multimodal: a masked
+        language model, a classifier, a reward model, a model without a head.
+
+        Args:
+            folder: the folder with config.json.
+            name: the model's name in messages.
+        """
+        import transformers
+
+        with _explained(name):
+            config = _config(folder)
+        saved = getattr(transformers, (config.architectures or [""])[0] or "", None)
+        if saved is None or getattr(saved, "config_class", None) is not type(config):
+            return None
+        if _is_saved_to_adapt(config):
+            return None
+        return str(saved.__name__)
 
     @cached_property
     def container(self) -> str | None:
@@ -528,14 +580,14 @@ class Base(Mapping[str, Weight]):
         return fused
 
     @staticmethod
-    def at(folder: Path, name: str, *, to_adapt: bool = False) -> Base:
+    def at(folder: Path, name: str, *, to_adapt: bool = False, model_class: str | None = None) -> Base:
         """The model of `empty_model`, built once for one content of config.json. The arguments are the same."""
         try:
             config = read_small(folder / "config.json", "Pass a base model's folder with it", kind=BaseModelError)
         except BaseModelError as error:
             raise error.recast(parameter="base_model") from None
         with _explained(name):
-            return _built(folder.resolve(), config, to_adapt)
+            return _built(folder.resolve(), config, to_adapt, model_class)
 
 
 def _holder_of_bias(name: str) -> str | None:

@@ -211,6 +211,15 @@ class Checkpoint:
         return dequantized(self)
 
     @cached_property
+    def ahead(self) -> frozenset[str]:
+        """The stored tensors that predict further tokens (MTP). transformers neither loads nor saves them, so a
+        fine-tune may lack those of its base."""
+        depth = ModelConfig(self.config).stacked_layers
+        return frozenset(
+            key for key in self.parameters if ModuleName(key).is_ahead(ModuleName(key).layer(self.container), depth)
+        )
+
+    @cached_property
     def modules(self) -> StoredModules:
         """Its tensors by module."""
         return StoredModules({name: parameter.tensor for name, parameter in self.parameters.items()})

@@ -341,7 +341,8 @@ def check_architecture(
 ) -> None:
     """Check that two checkpoints have the same architecture and hold the same tensors in the same shapes.
 
-    Embeddings and heads may differ in their numbers of rows; see `rows`. With `config_from`, the owner of the result's
+    Embeddings and heads may differ in their numbers of rows; see `rows`. One of the two may lack tensors that predict
+    further tokens; see `Checkpoint.ahead`. With `config_from`, the owner of the result's
     config, the configs may differ.
     """
     for who, checkpoint in ((first_name, first), (name, other)):
@@ -364,8 +365,8 @@ def check_architecture(
         return
     ours, theirs = first.parameters, other.parameters
     for missing, has, lacks in (
-        (sorted(ours.keys() - theirs.keys()), first_name, name),
-        (sorted(theirs.keys() - ours.keys()), name, first_name),
+        (sorted(ours.keys() - theirs.keys() - first.ahead), first_name, name),
+        (sorted(theirs.keys() - ours.keys() - other.ahead), name, first_name),
     ):
         if missing:
             problems.add(

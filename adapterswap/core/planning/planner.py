@@ -214,7 +214,8 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
         name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
     }
     for name, checkpoint in full.items():
-        changes[name] = {key: _whole(checkpoint, key, tied) for key in stored}
+        held = stored.keys() - (stored_in.ahead - checkpoint.ahead)
+        changes[name] = {key: _whole(checkpoint, key, tied) for key in stored if key in held}
     slots = [_stored_slot(parameter, located.values(), base) for parameter in stored.values()]
     filled = _filled(rules, slots, changes)
     check(filled, problems)
@@ -229,11 +230,33 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     problems.raise_if_any()
     settled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}
     settled, untied = _with_ends(settled, stored, tied, adapters, stored_in, problems)
+    ahead = tuple(_on_further_tokens(where, stored_in, full))
     plan = Plan(
         composition, rules, experts, num_layers, settled,
-        is_model=True, base=base, untied=untied, notes=vocabularies.notes,
+        is_model=True, base=base, untied=untied, notes=(*vocabularies.notes, *ahead),
     )  # fmt: skip
     return Planned(plan, composition.expert_names)
+
+
+def _on_further_tokens(where: str, stored_in: Checkpoint, full: Mapping[str, Checkpoint]) -> Iterator[str]:
+    """What becomes of tensors for further tokens (MTP) that only some checkpoints hold, in a sentence for each.
+
+    Args:
+        where: what messages call `stored_in`.
+        stored_in: the checkpoint whose tensors the result has.
+        full: the experts that are full checkpoints.
+    """
+    for name, checkpoint in full.items():
+        if lacking := sorted(stored_in.ahead - checkpoint.ahead):
+            yield (
+                f"{name} lacks {and_more(lacking)} of {where}, which predict further tokens (MTP) and which "
+                f"transformers does not save: {name} counts as unchanged there"
+            )
+        if extra := sorted(checkpoint.ahead - stored_in.ahead):
+            yield (
+                f"{name} holds {and_more(extra)}, which predict further tokens (MTP). {where} does not, so they are "
+                "not in the result"
+            )
 
 
 def _rules(

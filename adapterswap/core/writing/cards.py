@@ -413,6 +413,7 @@ def extracted_card(
     config: Mapping[str, Any],
     *,
     model_class: str,
+    task_type: str | None,
     errors: tuple[float, float],
     rows: Sequence[str],
     lost: Sequence[str],
@@ -424,6 +425,7 @@ def extracted_card(
         base: the public name of its base.
         config: the adapter's config.
         model_class: the class in transformers that loads the base.
+        task_type: PEFT's name of the task; None for a class without one.
         errors: the relative error over the adapted weights, and over everything that the fine-tune changed.
         rows: rows of a table of modules, rank and relative error.
         lost: a line for each reason why changes are missing.
@@ -452,6 +454,6 @@ adapterswap {__version__}. Its relative error is {errors[0]:.4f} over the weight
 {f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{missing}" if missing else ""}
 ## Use
 
-{loading(config, base, task_type="CAUSAL_LM", model_class=model_class)}
+{loading(config, base, task_type=task_type, model_class=model_class)}
 `adapterswap.json` has the error of every module, and the SHA-256 of what it was cut out of.
 """

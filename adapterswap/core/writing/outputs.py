@@ -97,20 +97,20 @@ _IN_MEMORY = 64 * 2**20  # bytes
 
 @dataclass(frozen=True)
 class Stored:
-    """The bytes of a tensor with two axes, in memory or in a spool's file.
+    """The bytes of a tensor, in memory or in a spool's file.
 
     Attributes:
         shape: the tensor's shape.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     size: int
     _data: Bytes | None
     _file: _Unnamed | None
     _offset: int
 
     def read(self, shape: tuple[int, ...]) -> Bytes:
-        """The bytes, padded with zeros to `shape`, which must be at least as large on each axis."""
+        """The bytes; those of a matrix padded with zeros to `shape`, which must be at least as large on each axis."""
         data = self._data
         if data is None:
             assert self._file is not None
@@ -145,7 +145,7 @@ class Spool:
         self._bytes_in_memory = self._bytes_in_file = 0
         self._kept: list[OutputTensor] = []
 
-    def add(self, data: Bytes, shape: tuple[int, int]) -> Stored:
+    def add(self, data: Bytes, shape: tuple[int, ...]) -> Stored:
         """Keep the bytes of a tensor."""
         with self._lock:
             if self._bytes_in_memory + data.size <= _IN_MEMORY:
@@ -167,12 +167,17 @@ class Spool:
 
     def keep(self, key: str, dtype: str, values: npt.NDArray[np.float32]) -> None:
         """Keep a matrix for the file that `write` writes."""
-        rows, columns = values.shape
-        data = self.add(Dtype(dtype).pack(values), (rows, columns))
+        data = self.add(Dtype(dtype).pack(values), values.shape)
         self._kept.append(OutputTensor(key, dtype, values.shape, None, data=data))
 
+    def keep_copy(self, key: str, tensor: Tensor, file: int) -> None:
+        """Keep a copy of a stored tensor for the file that `write` writes."""
+        nbytes = math.prod(tensor.shape) * Dtype.BYTES[tensor.dtype]
+        data = self.add(tensor.read_bytes(file, 0, nbytes), tensor.shape)
+        self._kept.append(OutputTensor(key, tensor.dtype, tensor.shape, None, data=data))
+
     def write(self, path: Path) -> None:
-        """Write a file of the matrices that were kept, at `path`, which must not exist."""
+        """Write a file of the tensors that were kept, at `path`, which must not exist."""
         header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in self._kept)
         with path.open("xb", buffering=0) as output:
             output.write(header)

@@ -375,6 +375,9 @@ class ExtractionRecord(_Written):
     extraction: ExtractionRequest
     extracted: dict[str, ExtractedModule]
     unchanged: list[str] = field(default=[])
+    in_full: list[str] = field(
+        default=[], description="Parameters that the adapter holds whole, such as a classifier's head."
+    )
     left_out: dict[str, LeftOut] = field(default={})
     slice: SliceRecord | None = None
 
