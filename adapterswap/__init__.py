@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from adapterswap.experiments.analysis.suggestion import Suggestion as Suggestion
     from adapterswap.experiments.analysis.suggestion import suggest as suggest
     from adapterswap.experiments.evaluation import EvaluationResult as EvaluationResult
+    from adapterswap.experiments.evaluation.asking import Answer as Answer
+    from adapterswap.experiments.evaluation.asking import Reply as Reply
+    from adapterswap.experiments.evaluation.asking import ask as ask
     from adapterswap.experiments.evaluation.subjects import evaluate as evaluate
     from adapterswap.experiments.reporting import Report as Report
     from adapterswap.experiments.reporting.output import report as report
@@ -70,6 +73,7 @@ _HOME = {
     "Adapter": "core.experts.adapter",
     "AdapterswapError": "kit.errors",
     "Analysis": "experiments.analysis.analysis",
+    "Answer": "experiments.evaluation.asking",
     "Attribution": "tools.attribution",
     "Checkpoint": "core.model.checkpoints",
     "Comparison": "tools.comparison",
@@ -83,6 +87,7 @@ _HOME = {
     "LiveComposer": "engines.live",
     "MergekitMerge": "core.planning.mergekit",
     "Plan": "core.planning.plan",
+    "Reply": "experiments.evaluation.asking",
     "Report": "experiments.reporting",
     "Rule": "core.planning.rules",
     "Run": "experiments.sweeps",
@@ -92,6 +97,7 @@ _HOME = {
     "TrainReport": "experiments.training",
     "Verification": "tools.recorded",
     "analyze": "experiments.analysis.analysis",
+    "ask": "experiments.evaluation.asking",
     "compose": "core.planning.functions",
     "convert": "tools.conversion",
     "dare": "core.planning.functions",

@@ -12,7 +12,7 @@ from adapterswap.cli import COMMANDS, EXIT_CODES, find_command, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
 GROUPS = {
-    "a composition": ("compose", "merge", "export", "evaluate"),
+    "a composition": ("compose", "ask", "merge", "export", "evaluate"),
     "an upload": ("compose", "merge", "slice", "convert", "extract", "train"),
 }
 

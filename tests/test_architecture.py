@@ -45,7 +45,7 @@ CEILINGS = {
     "core.writing": 29,
     "core": 47,  # its door
     "kit": 29,
-    "experiments.evaluation": 17,
+    "experiments.evaluation": 22,
     "core.changes": 20,
     "core.experts": 21,
     "experiments.sweeps": 13,

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 COMMANDS_AND_FUNCTIONS = {
     "compose", "layer_swap", "soup", "slerp", "task_arithmetic", "ties", "dare", "merge", "export", "slice_layers",
     "extract", "inspect", "verify", "diff", "analyze", "suggest", "train", "evaluate", "sweep", "report", "open_expert",
-    "convert",
+    "convert", "ask",
 }  # fmt: skip
 
 

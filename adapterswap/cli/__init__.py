@@ -67,6 +67,7 @@ EXIT_CODES: dict[type[AdapterswapError], int] = {
 # name -> one line of help, in the order in which people need them. tests/test_cli.py checks the lines.
 COMMANDS = {
     "compose": "Compose adapters by layer into a new adapter.",
+    "ask": "Ask a base, its experts and a composition the same question.",
     "merge": "Merge an adapter or a composition into full weights.",
     "export": "Export an adapter or a composition as LoRA in GGUF.",
     "inspect": "Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.",

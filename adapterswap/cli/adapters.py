@@ -39,6 +39,10 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
 
     PATH is a PEFT LoRA folder, a folder of full weights, a Hub id (org/name@revision), or LoRA in GGUF. If adapterswap
     composed, merged or exported it, the strip shows which expert each layer came from.
+
+    Examples:
+        adapterswap inspect math-swahili
+        adapterswap inspect org/base --json
     """
     from adapterswap.tools.inspection import inspect
 
@@ -165,6 +169,10 @@ def slice_command(
         layers: Layers to keep, such as 0-4,30-31.
         stack: In a model with both stacks, keep the layers of this one only.  [default: both]
         base_model: The expert's base model, if it names none or another path.
+
+    Examples:
+        adapterswap slice experts/swahili --layers 0-4,30-31 -o swahili-shell
+        adapterswap slice experts/math --layers 5-29 -o math-core
     """
     from adapterswap.core import COMPOSED, Form, open_adapter, prepare, slice_layers
 
@@ -232,6 +240,10 @@ def convert_command(
         layout: portable has one rank and scale 1, for any engine.
         max_error: Fail if the relative error of any module's ΔW is larger.
         dry_run: Compute and report, but write nothing.
+
+    Examples:
+        adapterswap convert experts/math --layout portable -o math-portable
+        adapterswap convert pickled --allow-pickle -o safe
     """
     from adapterswap.tools.conversion import convert
 
@@ -300,6 +312,10 @@ def extract_command(
         device: auto, cpu, cuda, cuda:N, mps; mps computes on the CPU.
         max_error: Use the smallest rank with this relative error, per module.
         dry_run: Compute and report, but write nothing.
+
+    Examples:
+        adapterswap extract full/math --base-model org/base --rank 16 -o extracted
+        adapterswap extract full/math --base-model org/base --rank 64 --max-error 0.9 -o close
     """
     from adapterswap.tools.extraction import extract
 

@@ -51,6 +51,10 @@ def analyze_command(
         out_path: Folder to write PDF, SVG, PNG, CSV and JSON to.
         column_width: Width of the pictures: in, cm, mm or pt.
         dry_run: Check everything, print what would be measured, read no tensor.
+
+    Examples:
+        adapterswap analyze math=experts/math swahili=experts/swahili
+        adapterswap analyze experts/math experts/swahili -o analysis
     """
     from adapterswap.experiments.analysis.analysis import Analysis, analyze
 
@@ -215,6 +219,10 @@ def suggest_command(
         device: auto, cpu, cuda, cuda:N, mps; for texts.
         out_path: Write the proposal as a recipe for compose.
         dry_run: Check everything, but measure nothing.
+
+    Examples:
+        adapterswap suggest -t experts/math -l experts/swahili
+        adapterswap suggest -t experts/math -l experts/swahili -o suggested.yaml
     """
     base = ["--base-model", base_model] if base_model else []
     if experts:

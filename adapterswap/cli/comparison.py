@@ -49,6 +49,10 @@ def verify_command(
         rules: If PATH has no record: the composition to compare it with, as for `compose`; repeatable.  [default: the
             only expert]
         base_model: The base model, if it came from a folder.
+
+    Examples:
+        adapterswap verify math-swahili --expert math=experts/math --expert swahili=experts/swahili
+        adapterswap verify other-tool --base-model org/base --expert math=experts/math
     """
     from adapterswap.cli.composition_options import parsed_rules
     from adapterswap.tools.attribution import Attribution
@@ -128,6 +132,10 @@ def diff_command(
     Args:
         by_module: Print a row per module instead of per layer.
         max_distance: Exit with 1 if the distance of all modules together, or of one trained in full, is more than X.
+
+    Examples:
+        adapterswap diff experts/math experts/swahili
+        adapterswap diff math-swahili experts/math --max-distance 2
     """
     from adapterswap.tools.comparison import diff
 

@@ -115,6 +115,10 @@ def compose_command(
         base_model: The experts' base model, if they name none or different ones.
         layout: exact keeps every number; portable has one rank and scale 1, for any engine.
         names: Module names to write: an expert's, or those of a transformers version.  [default: the first expert's]
+
+    Examples:
+        adapterswap compose -t experts/math -l experts/swahili --bottom 5 --top 2 -o math-swahili
+        adapterswap compose --expert m=experts/math --expert sw=experts/swahili --rule 'sw: 0-4' --rule m -o by-rules
     """
     from adapterswap.core import COMPOSED, Form, prepare
 
@@ -282,6 +286,10 @@ def merge_command(
         dtype: Dtype of the result.  [default: each tensor's dtype in the base]
         dequantize: Merge into the dequantized weights of a quantized base.
         max_shard_size: Largest file, such as 2GB.  [default: the base's shards]
+
+    Examples:
+        adapterswap merge math-swahili -o merged
+        adapterswap merge -t experts/math -l experts/swahili --method ties --density 0.5 -o merged-ties
     """
     from adapterswap.core import ModelForm
 
@@ -317,6 +325,10 @@ def export_command(
         outtype: Number format. f32 is exact; q8_0 needs ranks that are multiples of 32.
         pieces: Write several files; requests to llama-server combine them by their scales.
         by: What each piece holds: a layer, its attention or MLP, or a zone of the composition.  [default: layer]
+
+    Examples:
+        adapterswap export math-swahili -o math-swahili.gguf
+        adapterswap export -t experts/math -l experts/swahili --pieces --by zone -o pieces
     """
     from adapterswap.core import Form
     from adapterswap.engines.gguf.export import check_gguf, write_gguf

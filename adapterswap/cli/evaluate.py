@@ -147,6 +147,10 @@ def evaluate_command(
         compare_engines: Evaluate in transformers and in vLLM, and print how they differ.
         out_path: Folder to write: results.json and samples.jsonl.
         dry_run: Check everything and print the first prompt, without loading weights.
+
+    Examples:
+        adapterswap evaluate --base-model org/base --tasks mgsm_direct_sw --limit 20
+        adapterswap evaluate --base-model org/base -t experts/math -l experts/swahili --tasks mgsm_direct_sw -o results
     """
     from adapterswap.core import choose_device
     from adapterswap.experiments.evaluation.subjects import Evaluation

@@ -56,6 +56,10 @@ def lab_command(
         rebuild_base: With gap and no-gap: pretrain the bases instead of using the shipped ones.
         jobs: With gap and no-gap: seeds to run at the same time, one thread each.  [default: one per core]
         dry_run: Print what would be done and do nothing.
+
+    Examples:
+        adapterswap lab
+        adapterswap lab --seeds 1 -o lab-run
     """
     from adapterswap.experiments.lab.french import FrenchPlan
 

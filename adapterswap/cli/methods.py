@@ -24,6 +24,10 @@ def methods_command(name: Annotated[str, MethodName()] | None = None, *, as_json
 
     Args:
         as_json: Print JSON, with formulas.
+
+    Examples:
+        adapterswap methods
+        adapterswap methods ties
     """
     methods = all_methods() if name is None else {name: find_method(name)}
     if as_json:

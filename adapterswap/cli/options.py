@@ -50,7 +50,7 @@ class EntryPath(click.ParamType[str]):
         return [CompletionItem(incomplete, type=self.kind)]
 
 
-class _ExpertPath(EntryPath):
+class ExpertPath(EntryPath):
     """A folder that holds an adapter or a model, or a Hub id; completion offers the ids in the Hub's cache.
 
     `NAME=PATH` is completed too.
@@ -122,7 +122,7 @@ def _as_items(completions: list[str], incomplete: str, kind: str) -> list[Comple
     return [CompletionItem(entry) for entry in completions]
 
 
-EXPERT = _ExpertPath()
+EXPERT = ExpertPath()
 
 # The types of parameters: how help names a value, how it is completed, which flag it has.
 Place = Annotated[str, EntryPath(), "FILE"]
@@ -130,7 +130,7 @@ Folder = Annotated[str, EntryPath("dir"), "DIR"]
 Output = Annotated[str, EntryPath("dir"), "-o", "--out-path", "DIR"]
 Expert = Annotated[str, EXPERT, "PATH|ID"]
 NamedExpert = Annotated[str, EXPERT, "--expert", "NAME=PATH"]
-ExpertOrRecipe = Annotated[str, _ExpertPath(or_recipe=True)]
+ExpertOrRecipe = Annotated[str, ExpertPath(or_recipe=True)]
 Text = Annotated[str, "TEXT"]
 Setting = Annotated[str, "KEY=VALUE"]
 Count = Annotated[int, click.IntRange(min=1), "N"]

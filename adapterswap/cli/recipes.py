@@ -9,10 +9,14 @@ import click
 
 from adapterswap.cli.options import Folder, Json, RecipePath
 from adapterswap.cli.output import echo, note_output, print_errors, print_json
-from adapterswap.cli.signature import declare
+from adapterswap.cli.signature import Group, declare
+
+_EXAMPLES = """\
+adapterswap recipes ls
+adapterswap recipes cat compose/llama-3.1-8b/swahili > mine.yaml"""
 
 
-@click.group("recipes", context_settings={"max_content_width": 110})
+@click.group("recipes", cls=Group, epilog=_EXAMPLES, context_settings={"max_content_width": 110})
 def recipes_command() -> None:
     """List, print, copy and check recipes.
 
@@ -27,6 +31,9 @@ def ls(*, kind: Annotated[str, "KIND"] | None = None, as_json: Json = False) -> 
 
     Args:
         kind: Only train, compose, sweep, models, data or regimes.
+
+    Examples:
+        adapterswap recipes ls --kind train
     """
     from dataclasses import asdict
 
@@ -55,6 +62,9 @@ def cat(name: Annotated[str, RecipePath()], *, resolved: bool = False, as_json: 
     Args:
         resolved: Print it with all `extends` resolved; each line names its file.
         as_json: Print JSON with all `extends` resolved.
+
+    Examples:
+        adapterswap recipes cat compose/llama-3.1-8b/swahili --resolved
     """
     from adapterswap.experiments.recipes import resolve_recipe
     from adapterswap.kit.files.yaml import find_recipe
@@ -83,6 +93,9 @@ def cp(
 
     Everything that they extend is copied too, with relative paths, so the folder works on its own. To get one file
     instead: `adapterswap recipes cat NAME --resolved > mine.yaml`.
+
+    Examples:
+        adapterswap recipes cp compose/llama-3.1-8b/swahili mine
     """
     from adapterswap.experiments.recipes import copy_recipes
     from adapterswap.kit.errors import OutputError
@@ -109,6 +122,9 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
     """Report every mistake in recipes, without reading models or data.
 
     FILE is a recipe file or the name of a shipped recipe. Exits with 1 if there is a mistake.
+
+    Examples:
+        adapterswap recipes validate recipe.yaml
     """
     from dataclasses import asdict
 

@@ -71,6 +71,10 @@ def report_command(
         out_path: Folder to write; needed for several runs.  [default: RUN-report]
         dry_run: Compute and print everything, but write nothing.
         as_json: Print JSON: the content of summary.json.
+
+    Examples:
+        adapterswap report runs/swahili
+        adapterswap report runs/swahili --figures figures -o page
     """
     from adapterswap.experiments.reporting.latex import TableStyle
     from adapterswap.experiments.reporting.output import check_targets, report

@@ -74,6 +74,10 @@ def serve_command(
         outtype: llama.cpp: the experts' number format.  [default: f32]
         max_request_mb: llama.cpp: megabytes of the largest request that is read.  [default: 1]
         dry_run: Check everything, print the command, start nothing.
+
+    Examples:
+        adapterswap serve --base-model org/base --experts experts -- --port 8001
+        adapterswap serve --base-model org/base --experts experts --engine llama.cpp --gguf base.gguf
     """
     is_llama = engine == "llama.cpp"
     only_with("--engine llama.cpp", is_llama, "gguf", "llama_server", "outtype", "max_request_mb")

@@ -6,13 +6,16 @@
 
         Args:
             layers: Layers to keep, such as 0-4,30-31.
+
+        Examples:
+            adapterswap slice experts/math --layers 5-29 -o math-core
         \"\"\"
 
 Positional parameters are arguments, the others options. A type says what a value may be: `bool` is a flag, `Literal` a
 choice, `tuple[str, ...]` an option that can be repeated. `Annotated` adds click's own type, flags (texts that begin
 with a dash), or the word that help shows for the value. `Options(make)` stands for all parameters of `make`, and the
-command receives what it returns; its own `Args:` may explain them anew. A dry run needs no --out-path: it says what
-would happen in a new folder `out`.
+command receives what it returns; its own `Args:` may explain them anew. `Examples:` end the help, and tests/pages runs
+them. A dry run needs no --out-path: it says what would happen in a new folder `out`.
 
 The functions are the commands', not the library's: help must not import numpy or pydantic, a library's docstring
 speaks of Python values, and most commands print what their function returns.
@@ -131,6 +134,25 @@ class Command(click.Command):
                 with formatter.section(title):
                     formatter.write_dl(records)
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _write_examples(self, formatter)
+
+
+class Group(click.Group):
+    """A group of commands whose help ends with examples, too."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _write_examples(self, formatter)
+
+
+def _write_examples(command: click.Command, formatter: click.HelpFormatter) -> None:
+    """Write the lines of `epilog` as they stand, so that they can be copied."""
+    if not command.epilog:
+        return
+    with formatter.section("Examples"):
+        for line in command.epilog.splitlines():
+            formatter.write(f"  {line}\n")
+
 
 def declare(
     name: str, *, cls: type[Command] = Command, group: click.Group | None = None
@@ -139,7 +161,14 @@ def declare(
 
     def make(function: Callable[..., None]) -> click.Command:
         params, call = _parameters(function, {})
-        built = cls(name, params=params, callback=call, help=_without_args(function), context_settings=_CONTEXT)
+        built = cls(
+            name,
+            params=params,
+            callback=call,
+            help=_description(function),
+            epilog=_lines(_EXAMPLES, function),
+            context_settings=_CONTEXT,
+        )
         if group is not None:
             group.add_command(built)
         return built
@@ -254,16 +283,27 @@ def _rule(form: _Form, kind: click.ParamType[Any]) -> str:
     return "" if form.types else _RULES.get(form.kind, "")
 
 
-_ARGS = re.compile(r"^Args:\n(?P<lines>(?:[ \t]+.*\n?|\n)*)", flags=re.MULTILINE)
+# Sections of a docstring: their indented lines.
+_ARGS, _EXAMPLES = (
+    re.compile(rf"^{title}:\n(?P<lines>(?:[ \t]+.*\n?|\n)*)", flags=re.MULTILINE) for title in ("Args", "Examples")
+)
+
+
+def _lines(section: re.Pattern[str], function: Callable[..., Any]) -> str:
+    """The lines of a section; empty if there is none."""
+    found = section.search(inspect.getdoc(function) or "")
+    return textwrap.dedent(found["lines"]).strip() if found else ""
 
 
 def _args(function: Callable[..., Any]) -> dict[str, str]:
     """The texts of `Args:` by parameter."""
-    found = _ARGS.search(inspect.getdoc(function) or "")
-    lines = textwrap.dedent(found["lines"]) if found else ""
-    entries = re.findall(r"^(\w+): (.*(?:\n[ \t]+.*)*)", lines, flags=re.MULTILINE)
+    entries = re.findall(r"^(\w+): (.*(?:\n[ \t]+.*)*)", _lines(_ARGS, function), flags=re.MULTILINE)
     return {name: re.sub(r"\n\s+", " ", text) for name, text in entries}
 
 
-def _without_args(function: Callable[..., Any]) -> str:
-    return _ARGS.sub("", inspect.getdoc(function) or "").strip()
+def _description(function: Callable[..., Any]) -> str:
+    """The docstring without its sections."""
+    text = inspect.getdoc(function) or ""
+    for section in (_ARGS, _EXAMPLES):
+        text = section.sub("", text)
+    return text.strip()

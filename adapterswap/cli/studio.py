@@ -41,6 +41,10 @@ def studio_command(
         allow_paths: Let visitors open experts by the path of a folder or a Hub id.
         open_browser: Open the page in the default browser.
         dry_run: Open and load everything, but serve nothing.
+
+    Examples:
+        adapterswap studio --base-model org/base --experts experts --open
+        adapterswap studio --lab demo-run
     """
     if (lab is None) == (base_model is None and experts_path is None):
         raise click.UsageError("Pass either --base-model and --experts, or --lab.")

@@ -106,6 +106,10 @@ def sweep_command(
         overwrite: Replace the sweep in the folder.
         dry_run: Check and count everything, without loading weights or writing files.
         tokens_per_second: With --dry-run: how fast your engine generates, to estimate the time.
+
+    Examples:
+        adapterswap sweep sweep.yaml -o runs/swahili --dry-run
+        adapterswap sweep sweep.yaml -o runs/swahili
     """
     from adapterswap.core import choose_device
     from adapterswap.experiments.sweeps import SweepRecipe, prepare, summarize, sweep

@@ -62,6 +62,10 @@ def train_command(
         out_path: Folder to write, instead of the recipe's.
         overwrite: Replace an earlier output, and the checkpoints of an unfinished run.
         dry_run: Print the rows, steps and memory of the run, and train nothing.
+
+    Examples:
+        adapterswap train recipe.yaml -o trained
+        adapterswap train recipe.yaml --set training.learning_rate=1e-4 --dry-run
     """
     from adapterswap.experiments.training import TrainRecipe, estimate, train
     from adapterswap.kit.files.yaml import find_recipe

@@ -3,7 +3,7 @@
 PEFT's layers compute the base for all rows at once, and a hook on each layer adds the experts. Rows that share an
 expert are computed together, so a layer that all compositions take from one expert costs as much as one adapter.
 
-Decoding is greedy, so an answer depends only on the model, the composition and the prompt.
+Decoding is greedy unless you ask for samples, so an answer depends only on the model, the composition and the prompt.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, Ru
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from adapterswap.engines.live.catalogue import Composable
     from adapterswap.engines.live.composer import LiveComposer
@@ -269,13 +271,15 @@ class Answers:
 
 
 def stream(
-    composer: LiveComposer,
+    composer: LiveComposer | PreTrainedModel,
     tokenizer: Any,
-    prompt: str,
+    prompt: str | Sequence[int],
     compositions: Sequence[Composable],
     *,
     max_new_tokens: int = 64,
     chat: bool = False,
+    sampling: Mapping[str, float] | None = None,
+    seed: int = 0,
     turn: Callable[[], AbstractContextManager[object]] = nullcontext,
     stopped: threading.Event | None = None,
 ) -> Iterator[Answers]:
@@ -285,23 +289,27 @@ def stream(
     token.
 
     Args:
-        composer: the model's composer.
+        composer: the model's composer; or a model without adapters, which answers as the base alone.
         tokenizer: the model's tokenizer.
-        prompt: the text to answer.
+        prompt: the text to answer, or its tokens.
         compositions: one for each answer; None and `base` are the base.
         max_new_tokens: the most tokens of an answer; fewer if the model's context ends earlier.
         chat: put the prompt into the tokenizer's chat template, as the user's message.
+        sampling: draw the answers: `temperature`, `top_p` and other settings of transformers. By default each token is
+            the most likely one.
+        seed: of these draws, as of `torch.manual_seed`.
         turn: returns a context manager to hold while the model computes: a lock, if others use the model too.
         stopped: an event that ends the generation at the next token, or before it begins, once it is set.
 
     Raises:
         ArgumentError: there is no composition; the prompt is empty or fills the context; `max_new_tokens` is below 1;
             the tokenizer has no chat template.
-        CompositionError, UnsupportedError: see `LiveComposer.use_rows`.
+        CompositionError, UnsupportedError: see `LiveComposer.use` for one composition, `use_rows` for several.
         RunError: the device runs out of memory.
     """
-    ids = _ids(tokenizer, prompt, chat=chat)
-    allowed = _allowed(composer, ids, max_new_tokens)
+    model, using = _setting(composer, compositions)
+    ids = _ids(tokenizer, prompt, chat=chat) if isinstance(prompt, str) else list(prompt)
+    allowed = _allowed(model, ids, max_new_tokens)
     if not compositions:
         raise ArgumentError("`compositions` is empty", "Pass at least one composition", parameter="compositions")
     news: queue.Queue[Answers | BaseException | None] = queue.Queue()
@@ -312,9 +320,10 @@ def stream(
 
     def generate() -> None:
         try:
-            with turn():
+            with turn(), _seeded(seed if sampling else None):
                 if not is_stopped():
-                    _generate(composer, tokenizer, ids, compositions, allowed, news.put, is_stopped)
+                    batch = [ids] * len(compositions)
+                    _generate(model, using, tokenizer, batch, allowed, sampling or {}, news.put, is_stopped)
         except BaseException as error:  # the reader raises it
             news.put(_explained(error))
         finally:
@@ -332,6 +341,32 @@ def stream(
         worker.join()
 
 
+def _setting(
+    composer: Any, compositions: Sequence[Composable]
+) -> tuple[Any, Callable[[], AbstractContextManager[object]]]:
+    """The model, and a context manager in which each row of a batch is computed with its composition."""
+    from adapterswap.engines.live.composer import LiveComposer
+
+    if not isinstance(composer, LiveComposer):
+        return composer, nullcontext
+    if len(compositions) == 1:  # which also holds what rows cannot differ in
+        return composer.model, partial(composer.use, compositions[0])
+    return composer.model, partial(composer.use_rows, compositions)
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """Begin torch's random numbers at `seed`, and restore them afterwards; None leaves them alone."""
+    import torch
+
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
+
+
 def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     if not prompt.strip():
         raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompt")
@@ -343,11 +378,13 @@ def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
-def _allowed(composer: LiveComposer, ids: list[int], max_new_tokens: int) -> int:
+def _allowed(model: Any, ids: list[int], max_new_tokens: int) -> int:
     """The most tokens that may follow the prompt."""
     if max_new_tokens < 1:
         raise ArgumentError(f"`max_new_tokens` is {max_new_tokens}", "Pass 1 or more", parameter="max_new_tokens")
-    config = composer.model.get_base_model().config.get_text_config()
+    if not ids:
+        raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompt")
+    config = model.config.get_text_config()
     context: int | None = getattr(config, "max_position_embeddings", None)
     if context is None:
         return max_new_tokens
@@ -361,11 +398,12 @@ def _allowed(composer: LiveComposer, ids: list[int], max_new_tokens: int) -> int
 
 
 def _generate(
-    composer: LiveComposer,
+    model: Any,
+    using: Callable[[], AbstractContextManager[object]],
     tokenizer: Any,
-    ids: list[int],
-    compositions: Sequence[Composable],
+    batch: Sequence[Sequence[int]],
     allowed: int,
+    sampling: Mapping[str, float],
     report: Callable[[Answers], None],
     is_stopped: Callable[[], bool],
 ) -> None:
@@ -376,16 +414,20 @@ def _generate(
         def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
             return torch.full((len(input_ids),), is_stopped(), dtype=torch.bool, device=input_ids.device)
 
-    model = composer.model
     ends = _ends(model)
-    streamer = _Streamer(tokenizer, len(compositions), ends, report)
-    tokens = torch.tensor([ids] * len(compositions), device=next(model.parameters()).device)
+    streamer = _Streamer(tokenizer, len(batch), ends, report)
+    tokens = torch.tensor(batch, device=next(model.parameters()).device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
     config = GenerationConfig(
-        max_new_tokens=allowed, do_sample=False, num_beams=1, eos_token_id=sorted(ends) or None, pad_token_id=pad
+        max_new_tokens=allowed,
+        do_sample=bool(sampling),
+        num_beams=1,
+        eos_token_id=sorted(ends) or None,
+        pad_token_id=pad,
+        **sampling,
     )
     started = perf_counter()
-    with composer.use_rows(compositions):
+    with using():
         streamer.begin(started)
         with torch.inference_mode():
             model.generate(
