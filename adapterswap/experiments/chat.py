@@ -108,6 +108,38 @@ class ChatTemplate:
         with self._today():
             return str(bounded(render))
 
+    def render_by(
+        self,
+        render: Callable[[str, dict[str, Any]], _Result],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> _Result:
+        """What `render` makes of the template and the variables that transformers would give it.
+
+        Raises:
+            jinja2.TemplateError: `render` fails, or takes too long.
+        """
+        from transformers.utils import chat_template_utils
+
+        # transformers leaves nulls out, and gives reasoning all the names that templates know.
+        alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
+        conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        variables = {
+            **self._tokenizer.special_tokens_map,
+            "documents": None,
+            **self._arguments,
+            **(arguments or {}),
+            "messages": alias(conversation),
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        source = self._tokenizer.get_chat_template(None, tools)
+        with self._today():
+            return bounded(partial(render, source, variables))
+
     def reads(self, name: str) -> bool:
         """Whether a template reads a variable of this name, such as `tools`; true of a broken template."""
         from jinja2 import TemplateError

@@ -92,6 +92,7 @@ class SourceCounts:
         math: of `kept`, rows dropped by hygiene as math.
         overlap: of `kept`, rows dropped because they share text with an evaluation, by the evaluation's name.
         unread: columns, and keys in the rows' messages, that neither the recipe nor the chat template reads.
+        remarks: what the chat template does to rows that a user should know → to how many, and an example.
         files: for local files, name → sha256.
     """
 
@@ -102,6 +103,7 @@ class SourceCounts:
     math: int = 0
     overlap: dict[str, int] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
+    remarks: dict[str, tuple[int, str]] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
 
@@ -501,6 +503,9 @@ def _examples(
             if example is None:
                 counts.empty += 1
             elif is_kept:
+                for remark, shown_part in example.remarks.items():
+                    count, first = counts.remarks.get(remark, (0, shown_part))
+                    counts.remarks[remark] = count + 1, first
                 yield example
     counts.unread += unread
 

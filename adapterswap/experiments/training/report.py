@@ -181,7 +181,7 @@ class RowCounts:
 
     Attributes:
         sources: for each source: its path, rows read, rows kept by filter and samples, empty rows, rows dropped by
-            hygiene, columns that nothing reads, and its files with their sha256.
+            hygiene, columns that nothing reads, what its chat template does to rows, and its files with their sha256.
         train, validation: rows used.
         empty: rows dropped because a value was missing or there was no completion.
         math: rows dropped because they look like math.
@@ -260,6 +260,8 @@ class RowCounts:
                 "writes none: the expert will not learn to stop"
             )
         for source in self.sources:
+            for remark, (count, example) in source["remarks"].items():
+                messages.append(f"{source['source']}: {count} rows: {remark}, such as {example}")
             if source["unread"]:
                 messages.append(
                     f"{source['source']}: not used: {', '.join(source['unread'])} (neither the recipe nor the chat "

@@ -1,6 +1,6 @@
 """Rows of a dataset → text, with or without a chat template, and where the loss is computed.
 
-A rendered row is an `Example`: its whole text, and the prefixes between which the loss is computed. The columns `tools`
+A rendered row is an `Example`: its whole text, and where in it the loss is computed. The columns `tools`
 and `chat_template_kwargs` of a row reach the chat template, as in TRL. A turn of the assistant with `weight: 0` or
 `train: false` is left out of the loss.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.recipe import DatasetSource, Template
+from adapterswap.experiments.training.turns import render_turns
 from adapterswap.kit.errors import BaseModelError, DataError
 from adapterswap.kit.files.text import loads, shown
 
@@ -22,14 +23,15 @@ class Example(NamedTuple):
 
     Attributes:
         text: all of it.
-        trained: pairs of prefixes of `text`; the loss is computed on the text between the end of the first and the end
-            of the second (None: the end of the text).
+        trained: where the loss is computed: pairs of the first character and the one after the last.
         chat: whether a chat template rendered it, which writes the special tokens itself.
+        remarks: what the chat template does to the row that a user should know → an example.
     """
 
     text: str
-    trained: tuple[tuple[str, str | None], ...]
+    trained: tuple[tuple[int, int], ...]
     chat: bool = False
+    remarks: Mapping[str, str] = {}
 
 
 Row = Mapping[str, Any]
@@ -143,7 +145,7 @@ def choose_renderer(
 def _text(template: Template) -> Renderer:
     def render(row: Row) -> Example | None:
         filled = template.fill(row)
-        return Example(filled, (("", None),)) if filled and filled.strip() else None
+        return Example(filled, ((0, len(filled)),)) if filled and filled.strip() else None
 
     return render
 
@@ -168,7 +170,8 @@ def _plain(source: DatasetSource, separator: str) -> Renderer:
         if (prompt_and_completion := pair(row)) is None:
             return None
         prompt, completion = prompt_and_completion[0] + separator, prompt_and_completion[1]
-        return Example(prompt + completion, ((prompt, None),))
+        text = prompt + completion
+        return Example(text, ((len(prompt), len(text)),))
 
     return render
 
@@ -313,7 +316,7 @@ class _OtherColumns:
 
 
 def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None]) -> Renderer:
-    """A renderer of conversations; the loss is computed on what the template writes for each assistant turn."""
+    """A renderer of conversations; the loss is computed on the assistant's turns, as `turns` finds them."""
     from jinja2 import TemplateError
 
     columns = _OtherColumns(chat, unread)
@@ -332,56 +335,13 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
                 parameter="datasets",
             )
         try:
-            text = chat(messages, **inputs)
-            trained = []
-            for turn in turns:
-                before = chat(messages[:turn], add_generation_prompt=True, **inputs)
-                is_last = turn == len(messages) - 1
-                after = None if is_last else _through_turn(text, chat(messages[: turn + 1], **inputs))
-                end = len(text) if after is None else common_length(after, text)
-                _check_written(messages[turn], text[common_length(before, text) : end])
-                trained.append((before, after))
-            return Example(text, tuple(trained), chat=True)
+            rendered = render_turns(chat, messages, turns, **inputs)
         except TemplateError as error:
             raise DataError(
                 f"The tokenizer's chat template rejects the messages: {error}",
                 "Put the messages in the order that the template expects, or use another template",
                 parameter="datasets",
             ) from None
+        return Example(rendered.text, rendered.trained, chat=True, remarks=rendered.remarks)
 
     return render
-
-
-def _through_turn(text: str, alone: str) -> str:
-    """The text up to the end of a turn, to compare with that of the conversation; `alone` if nothing follows.
-
-    The two differ inside the turn if a template leaves something out once others follow, as Qwen3's does with the
-    reasoning. The turn then ends where the longest end of `alone` does.
-    """
-    shared = common_length(alone, text)
-    rest = alone[shared:]
-    size = next((size for size in range(len(rest), 0, -1) if text.startswith(rest[-size:], shared)), 0)
-    return text[: shared + size] if size else alone
-
-
-def _check_written(message: Message, written: str) -> None:
-    """Refuse a template that does not write what the assistant says; it may leave out reasoning before it."""
-    said = [message.get("content", "").rpartition("</think>")[2].strip().rpartition("\n")[2]]
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        said.append(str(function.get("name", "")) if isinstance(function, dict) else "")
-    if any(text not in written for text in said):
-        raise DataError(
-            f"The tokenizer's chat template does not write the assistant's turn {shown(message)}",
-            "Use `prompt` and `completion` with chat_template: false, or a tokenizer whose template takes plain text",
-            parameter="datasets",
-        )
-
-
-def common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
-    """The length of the common prefix."""
-    length = min(len(first), len(second))
-    if first[:length] == second[:length]:
-        return length
-    return next(index for index in range(length) if first[index] != second[index])

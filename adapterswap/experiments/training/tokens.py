@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from adapterswap.experiments.training.texts import Example, common_length
+from adapterswap.experiments.training.texts import Example
+from adapterswap.experiments.training.turns import common_length
 
 _BATCH = 1000
-_ALL = (("", None),)  # the whole text is trained on
 
 
 @dataclass
@@ -143,7 +143,7 @@ def tokenize(
             row, mask, moved = _row(example, encode, tokenizer.eos_token_id)
             has_no_end = example.chat and bool(ends) and not _ends(row, mask, ends)
             counts.longest = max(counts.longest, len(row))
-            if split_long and len(row) > max_length and example.trained == _ALL:
+            if split_long and len(row) > max_length and example.trained == ((0, len(example.text)),):
                 counts.split += 1
                 begins = range(0, len(row) - 1, max_length - 1)
                 counts.truncated += [False] * len(begins)
@@ -172,7 +172,7 @@ def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str],
     texts: dict[tuple[bool, str], None] = {}
     for example in batch:
         texts[example.chat, example.text] = None
-        texts.update(((example.chat, prefix), None) for pair in example.trained for prefix in pair if prefix)
+        texts.update(((example.chat, example.text[:end]), None) for span in example.trained for end in span if end)
     for adds_special in (True, False):
         # A chat template writes the special tokens itself. A text that begins with the first of them has no need of it.
         alike = [key for key in texts if adds_special != (key[0] or _begins(key[1], tokenizer.bos_token))]
@@ -206,13 +206,14 @@ def _row(
         ids = [*ids, eos]
     mask = np.zeros(len(ids), bool)
     moved = False
-    for before, after in example.trained:
-        begin = 0
-        if before:
-            prefix = encode[example.chat, before]
+    for first, last in example.trained:
+        begin, end = 0, len(ids)
+        if first:
+            prefix = encode[example.chat, example.text[:first]]
             begin = common_length(prefix, ids)
             # Some tokenizers end every text with EOS, also the prompt alone. That is not a moved boundary.
             moved |= begin < len(prefix) and prefix[begin:] != [eos]
-        end = len(ids) if after is None else common_length(encode[example.chat, after], ids)
+        if last < len(example.text):
+            end = common_length(encode[example.chat, example.text[:last]], ids)
         mask[begin:end] = True
     return np.array(ids, np.int32), mask, moved

@@ -151,7 +151,7 @@ def test_training_and_evaluation_begin_alike(
         assert [*ids[: begins + 1]].count(1) == begins
         assert previewed.longest == len(ids) - len(answer) - (template is None and bool(answer))
         text = previewed.prompt + answer if template else previewed.prompt + " " * bool(answer) + answer
-        row, _ = tokenize([Example(text, (("", None),), chat=template is not None)], tokenizer, max_length=10_000)
+        row, _ = tokenize([Example(text, ((0, len(text)),), chat=template is not None)], tokenizer, max_length=10_000)
         assert row.ids.tolist()[: len(ids)] == ids
         if template:
             turns = [{"role": "user", "content": "1 + 1 = 2?"}]

@@ -184,7 +184,7 @@ def test_what_cannot_be_trained_on_as_written_is_refused(tmp_path: Path, row: di
 def test_a_text_has_one_start_token(adds_bos: bool) -> None:
     tokenizer = byte_tokenizer(bos=adds_bos)
     texts = ["<s>hello", "hello", "<s>"]
-    tokens, _ = tokenize([Example(text, (("", None),)) for text in texts], tokenizer, max_length=32)
+    tokens, _ = tokenize([Example(text, ((0, len(text)),)) for text in texts], tokenizer, max_length=32)
     letters = tokenizer("hello", add_special_tokens=False)["input_ids"]
     start = [0] * adds_bos
     expected = [[0, *letters, 1], [*start, *letters, 1], [0, 1]]
@@ -193,7 +193,7 @@ def test_a_text_has_one_start_token(adds_bos: bool) -> None:
 
 def test_a_prompt_that_begins_with_the_start_token_keeps_its_mask() -> None:
     tokenizer = byte_tokenizer(bos=True)
-    tokens, _ = tokenize([Example("<s>ab", (("<s>a", None),))], tokenizer, max_length=32)
+    tokens, _ = tokenize([Example("<s>ab", ((4, 5),))], tokenizer, max_length=32)
     ids, mask = tokens.row(0)
     assert tokenizer.decode(ids[mask]) == "b</s>"
     assert ids.tolist().count(0) == 1
@@ -203,10 +203,10 @@ def test_rows_without_an_end_token_are_counted() -> None:
     """The last trained turn counts: an end token before it teaches nothing about stopping there."""
     tokenizer = byte_tokenizer()
     examples = [
-        Example("q</s>a", (("q</s>", None),), chat=True),
-        Example("qa</s>", (("q", None),), chat=True),
-        Example("qa</s>rb", (("q", "qa</s>"), ("qa</s>r", None)), chat=True),
-        Example("qa", (("q", None),)),  # gets one
+        Example("q</s>a", ((5, 6),), chat=True),
+        Example("qa</s>", ((1, 6),), chat=True),
+        Example("qa</s>rb", ((1, 6), (7, 8)), chat=True),
+        Example("qa", ((1, 2),)),  # gets one
     ]
     _, counts = tokenize(examples, tokenizer, max_length=32, ends={1})
     assert counts.without_end == [True, False, True, False]

@@ -60,7 +60,7 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> N
     _write(path)
     counts, examples = load(tmp_path, path=path.name, **PAIR)
     assert [example.text for example in examples] == [f"{row['question']} {row['answer']}" for row in ROWS]
-    assert [example.trained for example in examples] == [((row["question"], None),) for row in ROWS]
+    assert [example.trained for example in examples] == [((len(row["question"]), len(example.text)),) for row, example in zip(ROWS, examples, strict=True)]
     assert (counts.read, counts.kept, counts.empty) == (3, 3, 0)
     assert counts.files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
 
@@ -183,7 +183,7 @@ _template = chat_of(_TURNS + _PROMPT)
 def test_prompts_become_chat_turns(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", ROWS)
     _, examples = load(tmp_path, path="rows.jsonl", **PAIR, chat=_template, chat_prompts=True)
-    assert examples[2] == Example("<user>tatu?</><assistant> 5</>", (("<user>tatu?</><assistant>", None),), chat=True)
+    assert examples[2] == Example("<user>tatu?</><assistant> 5</>", ((25, 30),), chat=True)
 
 
 def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
@@ -193,7 +193,8 @@ def test_messages_train_on_every_turn_of_the_assistant(tmp_path: Path) -> None:
     counts, examples = load(tmp_path, path="rows.jsonl", messages="m", chat=_template)
     first = "<system>S</><user>a</><assistant>"
     second = f"{first}b</><user>c</><assistant>"
-    assert examples == [Example(f"{second}d</>", ((first, f"{first}b</>"), (second, None)), chat=True)]
+    spans = (len(first), len(first) + 4), (len(second), len(second) + 4)
+    assert examples == [Example(f"{second}d</>", spans, chat=True)]
     assert counts.empty == 2
 
 
@@ -210,7 +211,9 @@ def test_every_turn_is_trained_on_if_a_template_writes_the_last_one_otherwise(tm
     _, [example] = load(tmp_path, path="rows.jsonl", messages="m", chat=_reasoning)
     first = "<user>a</><assistant>"
     second = f"{first}b</><user>c</><assistant>"
-    assert example == Example(f"{second}<think></think>d</>", ((first, f"{first}b</>"), (second, None)), chat=True)
+    assert example.text == f"{second}<think></think>d</>"
+    assert example.trained == ((len(first), len(first) + 4), (len(second), len(example.text)))
+    assert example.remarks == {"the chat template leaves out a part of assistant turns": "'<think>hm</think>'"}
 
 
 def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(tmp_path: Path) -> None:
@@ -327,7 +330,7 @@ def test_a_separator_joins_prompt_and_completion_without_a_chat(tmp_path: Path) 
             [source], tmp_path, seed=0, chat=_template, chat_prompts=chat, separator="\n\n"
         )  # fmt: skip
         found[chat] = list(examples)[2]
-    assert found[False] == Example("tatu?\n\n5", (("tatu?\n\n", None),))
+    assert found[False] == Example("tatu?\n\n5", ((7, 8),))
     assert "\n\n" not in found[True].text
 
 

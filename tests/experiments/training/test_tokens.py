@@ -26,7 +26,7 @@ TEXTS = ["Juma has seven pens. How many pens?", "Swali: jibu ni 42!", "Yes  ", "
 
 
 def pair(prompt: str, completion: str) -> Example:
-    return Example(prompt + completion, ((prompt, None),))
+    return Example(prompt + completion, ((len(prompt), len(prompt + completion)),))
 
 
 def words(tokens: Tokens, row: int) -> tuple[str, str]:
@@ -37,7 +37,7 @@ def words(tokens: Tokens, row: int) -> tuple[str, str]:
 
 def test_the_loss_is_taken_on_exactly_the_completion() -> None:
     tokens, counts = tokenize(
-        [pair("w1 w2 ?", " w3 w4"), pair("", "w5"), Example("w6 w7", (("", None),))], word_tokenizer(), max_length=32
+        [pair("w1 w2 ?", " w3 w4"), pair("", "w5"), Example("w6 w7", ((0, 5),))], word_tokenizer(), max_length=32
     )
     assert words(tokens, 0) == ("w1 w2 ? w3 w4 <eos>", "w3 w4 <eos>")
     assert words(tokens, 1) == ("w5 <eos>", "w5 <eos>")
@@ -46,7 +46,7 @@ def test_the_loss_is_taken_on_exactly_the_completion() -> None:
 
 
 def test_turns_of_a_chat_are_trimmed_one_by_one() -> None:
-    example = Example("w0 w1 w2 w3 w4 w5", (("w0", "w0 w1 w2"), ("w0 w1 w2 w3", None)), chat=True)
+    example = Example("w0 w1 w2 w3 w4 w5", ((2, 8), (11, 17)), chat=True)
     tokens, _ = tokenize([example], word_tokenizer(), max_length=32)
     assert words(tokens, 0) == ("w0 w1 w2 w3 w4 w5", "w1 w2 w4 w5")  # without <eos>, which the template would write
 

@@ -1,0 +1,297 @@
+"""Where the assistant's turns stand in a rendered conversation, and what of it the chat template leaves out.
+
+The rule: a character is trained on only if the template wrote it for a turn of the assistant. What comes from the
+messages is known from the rendering itself (`traced`). What the template writes around it, between the text of one turn
+and that of the next, is divided by two further renderings:
+
+* of the conversation before the turn, with the generation prompt: what it ends in is what the model sees before it
+  answers. The turn begins after it.
+* of the conversation up to the turn: what it ends in is what ends the turn.
+
+Where this is not what stands in the conversation, the turn begins or ends earlier or later; see `_Rendering.begin` and
+`_Rendering.end`. Where nothing proves it, the row is an error. A template with `{% generation %}` tags says it itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from adapterswap.experiments.chat import ChatTemplate
+from adapterswap.experiments.training.traced import TOOLS, Leaf, Piece, Trace, trace
+from adapterswap.kit.errors import DataError
+from adapterswap.kit.files.text import shown
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]
+
+_REMEDY = "Use another chat template, or `prompt` and `completion` with chat_template: false"
+# Keys of a message, or of a call in it, that say what it belongs to. Many templates need none of them.
+_LABELS = frozenset({"role", "name", "id", "type", "tool_call_id", "index"})
+
+
+class Conversation(NamedTuple):
+    """A rendered conversation.
+
+    Attributes:
+        text: all of it.
+        trained: where the loss is computed: pairs of the first character and the one after the last.
+        remarks: what the template does to it that a user should know → an example.
+    """
+
+    text: str
+    trained: tuple[Span, ...]
+    remarks: dict[str, str]
+
+
+def render_turns(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    turns: Sequence[int],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    arguments: Mapping[str, Any],
+) -> Conversation:
+    """Render a conversation, and find those of its turns that are trained on.
+
+    Args:
+        chat: the chat template.
+        messages: the conversation.
+        turns: the numbers of the messages that are trained on, each of the assistant.
+        tools: the tools of the row.
+        arguments: variables of the template.
+
+    Raises:
+        DataError: a turn is not written, or nothing proves where it stands.
+        jinja2.TemplateError: the template refuses the messages, fails, or takes too long.
+    """
+    rendering = _Rendering(chat, messages, {"tools": tools, "arguments": arguments})
+    remarks: dict[str, str] = {}
+    for turn in turns:
+        rendering.check_written(turn)
+
+    if rendering.whole.blocks:
+        spans = rendering.blocks(turns)
+    else:
+        spans = tuple(rendering.span(turn, remarks) for turn in turns)
+    remarks |= rendering.left_out()
+    return Conversation(rendering.whole.text, spans, remarks)
+
+
+class _Rendering:
+    """A conversation as its template writes it.
+
+    Attributes:
+        whole: the trace of all of it.
+        firsts: those pieces of it that write a part of a message for the first time. Some templates repeat one, such as
+            the name of a tool before its answer.
+    """
+
+    def __init__(self, chat: ChatTemplate, messages: Sequence[Message], inputs: dict[str, Any]) -> None:
+        self._chat, self._messages, self._inputs = chat, messages, inputs
+        self.whole = trace(chat, messages, **inputs)
+        if self.whole.text != chat(messages, **inputs):
+            raise DataError(
+                "What the tokenizer's chat template writes cannot be traced back to the messages", _REMEDY,
+                parameter="datasets",
+            )  # fmt: skip
+        self._written = _Written()
+        self.firsts = [piece for piece in self.whole.pieces if self._written.add(piece)]
+
+    def check_written(self, turn: int) -> None:
+        """Refuse a template that does not write what the assistant says, or whom it calls with what."""
+        for leaf in self.whole.leaves:
+            is_call = leaf.path[-1] == "name" or "arguments" in leaf.path
+            if leaf.message != turn or not (leaf.path[0] == "content" or (leaf.path[0] == "tool_calls" and is_call)):
+                continue
+            if self._written.any_of(leaf) or not (leaf.text or "").strip():
+                continue
+            if self._stands_elsewhere(leaf.text or ""):
+                self._refuse(turn, "changes the text of the assistant's turn {}, so that it cannot be found again")
+            self._refuse(turn, "does not write the assistant's turn {}")
+
+    def span(self, turn: int, remarks: dict[str, str]) -> Span:
+        """Where a turn of the assistant stands, with the token that ends it."""
+        own = [piece for piece in self.firsts if piece.leaf.message == turn]
+        others = [piece for piece in self.whole.pieces if piece.leaf.message != turn]
+        if own:
+            first, last = own[0].begin, max(piece.end for piece in own)
+            before = max((piece.end for piece in others if piece.end <= first), default=0)
+            after = min((piece.begin for piece in others if piece.begin >= last), default=len(self.whole.text))
+            if any(first < piece.end and piece.begin < last for piece in others):
+                self._refuse(turn, "writes other messages inside the assistant's turn {}")
+        else:
+            # Nothing of an empty turn is written, so it stands somewhere between its neighbors.
+            first = last = before = self._end_of_the_turn_before(turn)
+            after = min((piece.begin for piece in others if piece.begin >= before), default=len(self.whole.text))
+
+        begin = self.begin(turn, before, first if own else after, remarks)
+        end = self.end(turn, last, after, is_empty=not own)
+        if begin >= end:
+            self._refuse(turn, "writes nothing for the assistant's turn {}")
+        return begin, end
+
+    def begin(self, turn: int, before: int, first: int, remarks: dict[str, str]) -> int:
+        """Where a turn begins, between the end of what another message says and the first that this one does.
+
+        It begins after the generation prompt. A turn that goes on otherwise than the prompt does begins where it
+        differs, if the end of the turn before it is known not to be later, and this is remarked.
+        """
+        written = self.whole.text[before:first]
+        prompt = _after_the_last_piece(trace(self._chat, self._messages[:turn], add_generation_prompt=True, **self._inputs))
+        if written.startswith(prompt):
+            return before + len(prompt)
+
+        shared = common_length(written, prompt)
+        if shared < len(written):
+            ended = _after_the_last_piece(trace(self._chat, self._messages[:turn], **self._inputs))
+            if not written.startswith(ended):
+                self._refuse(turn, "writes the beginning of the assistant's turn {} otherwise than as a prompt")
+            shared = max(shared, len(ended))
+        remarks[
+            "a turn of the assistant does not begin with the chat template's generation prompt, after which the expert "
+            "will answer"
+        ] = f"the prompt {shown(prompt)}, the row {shown(written)}"
+        return before + shared
+
+    def end(self, turn: int, last: int, after: int, *, is_empty: bool) -> int:
+        """Where a turn ends, between the last that it says and the first that another message does.
+
+        It ends with what the template writes at the end of a conversation that ends here. If other text follows here,
+        it ends with the last of the template's pieces of text that is the same in both.
+        """
+        text = self.whole.text
+        if turn == len(self._messages) - 1:
+            if after < len(text):
+                self._refuse(turn, "writes other messages after the assistant's last turn {}")
+            return after
+
+        shorter = trace(self._chat, self._messages[: turn + 1], **self._inputs)
+        ending = _after_the_last_piece(shorter)
+        if text[last:after].startswith(ending):
+            return last + len(ending)
+        if is_empty:
+            self._refuse(turn, "does not write the assistant's empty turn {} in one place")
+        shared = last + common_length(text[last:after], ending)
+        return max([cut for cut in self.whole.cuts if last <= cut <= shared], default=last)
+
+    def blocks(self, turns: Sequence[int]) -> tuple[Span, ...]:
+        """What the template's own `{% generation %}` tags mark, of the turns that are trained on."""
+        answers = {turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"}
+        spans = []
+        for begin, end in self.whole.blocks:
+            inside = {piece.leaf.message for piece in self.whole.pieces if begin < piece.end and piece.begin < end}
+            if not inside <= answers:
+                self._refuse(min(inside), "marks with {{% generation %}} what is not the assistant's: the turn {}")
+            if inside <= set(turns) and (inside or answers == set(turns)):
+                spans.append((begin, end))
+            elif inside & set(turns) or not inside:
+                self._refuse(max(turns), "marks with {{% generation %}} the turn {} together with others")
+        if not any(begin < end for begin, end in spans):
+            self._refuse(max(turns), "marks with {{% generation %}} nothing of the assistant's turn {}")
+        return tuple(span for span in spans if span[0] < span[1])
+
+    def left_out(self) -> dict[str, str]:
+        """What the template leaves out, in words → an example."""
+        remarks = {}
+        for leaf in self.whole.leaves:
+            if leaf.message == TOOLS or not self._should_be_written(leaf):
+                continue
+            role = self._messages[leaf.message]["role"]
+            texts = [text for text in self._written.rest_of(leaf) if not self._stands_elsewhere(text)]
+            if not texts:
+                continue
+            key = "" if leaf.path[0] == "content" else f"`{leaf.path[0]}` of "
+            part = "a part of " if self._written.any_of(leaf) else ""
+            remarks[f"the chat template leaves out {part}{key}{role} turns"] = shown(texts[0])
+
+        tools = [leaf for leaf in self.whole.leaves if leaf.message == TOOLS and leaf.path[-1] == "name"]
+        if tools and not any(piece.leaf.message == TOOLS for piece in self.whole.pieces):
+            remarks["the chat template leaves out the tools"] = shown(tools[0].text)
+        return remarks
+
+    def _should_be_written(self, leaf: Leaf) -> bool:
+        """Whether a text is what somebody says: a message's content, and what else the template names of an answer."""
+        message, key = self._messages[leaf.message], leaf.path[0]
+        if key == "content":
+            return True
+        if message["role"] != "assistant" or key not in message or not self._chat.names(str(key)):
+            return False
+        return not _LABELS.intersection(map(str, leaf.path)) and not any(
+            other.message == leaf.message and other.text == leaf.text and self._written.any_of(other)
+            for other in self.whole.leaves
+        )
+
+    def _stands_elsewhere(self, text: str) -> bool:
+        """Whether the template writes a text itself, such as the tags around reasoning that it has taken apart."""
+        return any(text.strip() in written for written in _between(self.whole))
+
+    def _end_of_the_turn_before(self, turn: int) -> int:
+        for earlier in range(turn - 1, -1, -1):
+            ends = [piece.end for piece in self.firsts if piece.leaf.message == earlier]
+            if ends:
+                return max(ends)
+        self._refuse(turn, "writes nothing before the assistant's turn {}")
+        raise AssertionError
+
+    def _refuse(self, turn: int, what: str) -> None:
+        raise DataError(
+            f"The tokenizer's chat template {what.format(shown(dict(self._messages[turn])))}",
+            _REMEDY,
+            parameter="datasets",
+        )
+
+
+class _Written:
+    """Which parts of the messages have been written."""
+
+    def __init__(self) -> None:
+        self._parts: dict[Leaf, list[Span]] = {}
+
+    def add(self, piece: Piece) -> bool:
+        """Whether a piece writes something for the first time."""
+        parts = self._parts.setdefault(piece.leaf, [])
+        is_new = not any(first <= piece.first and piece.last <= last for first, last in parts)
+        if is_new:
+            parts.append((piece.first, piece.last))
+        return is_new
+
+    def any_of(self, leaf: Leaf) -> bool:
+        """Whether anything of a text was written, by itself or in a list or an object."""
+        texts = self._parts.get(leaf, ())
+        if any(leaf.text[first:last].strip() for first, last in texts if leaf.text is not None):
+            return True
+        return any(Leaf(leaf.message, leaf.path[:length], None) in self._parts for length in range(len(leaf.path)))
+
+    def rest_of(self, leaf: Leaf) -> Iterator[str]:
+        """The parts of a text, other than space, that were not written."""
+        if leaf.text is None or (self.any_of(leaf) and leaf not in self._parts):
+            return
+        position = 0
+        for first, last in [*sorted(self._parts.get(leaf, ())), (len(leaf.text), len(leaf.text))]:
+            rest = leaf.text[position:first].strip()
+            if rest:
+                yield rest
+            position = max(position, last)
+
+
+def _after_the_last_piece(trace: Trace) -> str:
+    """What a template writes after all that comes from the messages."""
+    return trace.text[max((piece.end for piece in trace.pieces), default=0) :]
+
+
+def _between(trace: Trace) -> Iterator[str]:
+    """What a template writes itself."""
+    position = 0
+    for piece in trace.pieces:
+        yield trace.text[position : piece.begin]
+        position = piece.end
+    yield trace.text[position:]
+
+
+def common_length(first: Sequence[int] | str, second: Sequence[int] | str) -> int:
+    """The length of the common prefix."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
+        return length
+    return next(index for index in range(length) if first[index] != second[index])
