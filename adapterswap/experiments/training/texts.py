@@ -1,7 +1,7 @@
 """Rows of a dataset → text, with or without a chat template, and where the loss is computed.
 
-A rendered row is an `Example`: its whole text, and where in it the loss is computed. The columns `tools`
-and `chat_template_kwargs` of a row reach the chat template, as in TRL. A turn of the assistant with `weight: 0` or
+A rendered row is an `Example`: its whole text, and where in it the loss is computed. The columns `tools` and
+`chat_template_kwargs` of a row reach the chat template, as in TRL. A turn of the assistant with `weight: 0` or
 `train: false` is left out of the loss.
 """
 
@@ -342,6 +342,8 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
                 "Put the messages in the order that the template expects, or use another template",
                 parameter="datasets",
             ) from None
+        if not rendered.trained:
+            return None
         return Example(rendered.text, rendered.trained, chat=True, remarks=rendered.remarks)
 
     return render

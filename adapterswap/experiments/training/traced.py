@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, SupportsIndex
 from adapterswap.experiments.chat import ChatTemplate
 
 TOOLS = -1  # the `message` of what comes from the tools
+_TAGS = -2  # and of what the template itself marks as the assistant's
 
 
 class Leaf(NamedTuple):
@@ -38,6 +39,7 @@ class Piece(NamedTuple):
     """The characters `begin` to `end` of a text, which are `first` to `last` of a leaf.
 
     Where both have the same length, they correspond one to one. Elsewhere they do as a whole, such as a text in JSON.
+    A piece without characters says where an empty text stands.
     """
 
     begin: int
@@ -49,7 +51,7 @@ class Piece(NamedTuple):
     def cut(self, begin: int, end: int) -> Piece | None:
         """The piece in a slice of its text, which begins at `begin`; None if it is outside."""
         low, high = max(self.begin, begin), min(self.end, end)
-        if low >= high:
+        if low > high or (low == high and begin < end and self.begin < self.end):
             return None
         first, last = self.first, self.last
         if self.end - self.begin == last - first:
@@ -227,18 +229,14 @@ def trace(
             tool_list = _traced(tool_list, TOOLS, (), leaves)
         context = template.new_context({**variables, "messages": traced, "tools": tool_list})
 
-        [tracker] = [one for one in template.environment.extensions.values() if hasattr(one, "activate_tracker")]
-        parts: list[str] = []
-        blocks: list[tuple[int, int]] = []
-        with tracker.activate_tracker(parts, blocks):
-            for part in template.root_render_func(context):
-                parts.append(part)  # noqa: PERF402 - the tracker reads the parts so far
-
+        parts = list(template.root_render_func(context))
         text = joined(parts)
         cuts = [0]
         for part in parts:
             cuts.append(cuts[-1] + len(part))
-        return Trace(str.__str__(text), text._pieces, tuple(cuts), tuple(leaves), tuple(blocks))
+        pieces = tuple(piece for piece in text._pieces if piece.leaf.message != _TAGS)
+        blocks = tuple((piece.begin, piece.end) for piece in text._pieces if piece.leaf.message == _TAGS)
+        return Trace(str.__str__(text), pieces, tuple(cuts), tuple(leaves), blocks)
 
     return chat.render_by(
         render, messages, tools=tools, arguments=arguments, add_generation_prompt=add_generation_prompt
@@ -257,9 +255,7 @@ def joined(parts: Iterable[str], separator: str = "") -> TracedText:
     length = 0
     for text in texts:
         if isinstance(text, TracedText):
-            pieces += [
-                piece._replace(begin=piece.begin + length, end=piece.end + length) for piece in text._pieces
-            ]
+            pieces += [piece._replace(begin=piece.begin + length, end=piece.end + length) for piece in text._pieces]
         length += len(text)
     return TracedText("".join(texts), pieces)
 
@@ -279,7 +275,7 @@ def _traced(value: Any, message: int, path: tuple[str | int, ...], leaves: list[
     if isinstance(value, str):
         leaf = Leaf(message, path, value)
         leaves.append(leaf)
-        return TracedText(value, [Piece(0, len(value), leaf, 0, len(value))] if value else [])
+        return TracedText(value, [Piece(0, len(value), leaf, 0, len(value))])
     if isinstance(value, list):
         items = _List(_traced(item, message, (*path, number), leaves) for number, item in enumerate(value))
         items._leaf = Leaf(message, path, None)
@@ -327,6 +323,12 @@ def _compiled(source: str) -> Any:
             values = (environment.getitem(value, attribute) for value in values)
         return joined(map(str, values), str(separator))
 
+    def marked(caller: Callable[[], str]) -> str:
+        text = joined([caller()])
+        return TracedText(text, [Piece(0, len(text), Leaf(_TAGS, (), None), 0, 0), *text._pieces])
+
+    [tags] = [extension for extension in environment.extensions.values() if "generation" in extension.tags]
+    tags._generation_support = marked  # transformers' own does not know where a macro's text will stand
     environment.code_generator_class = Generator
     environment.concat = joined
     environment.call = traced_call

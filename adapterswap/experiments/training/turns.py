@@ -15,7 +15,7 @@ Where this is not what stands in the conversation, the turn begins or ends earli
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.training.traced import TOOLS, Leaf, Piece, Trace, trace
@@ -73,7 +73,7 @@ def render_turns(
     if rendering.whole.blocks:
         spans = rendering.blocks(turns)
     else:
-        spans = tuple(rendering.span(turn, remarks) for turn in turns)
+        spans = tuple(span for turn in turns if (span := rendering.span(turn, remarks)) is not None)
     remarks |= rendering.left_out()
     return Conversation(rendering.whole.text, spans, remarks)
 
@@ -96,7 +96,7 @@ class _Rendering:
                 parameter="datasets",
             )  # fmt: skip
         self._written = _Written()
-        self.firsts = [piece for piece in self.whole.pieces if self._written.add(piece)]
+        self.firsts = self._written.add(self.whole)
 
     def check_written(self, turn: int) -> None:
         """Refuse a template that does not write what the assistant says, or whom it calls with what."""
@@ -110,26 +110,24 @@ class _Rendering:
                 self._refuse(turn, "changes the text of the assistant's turn {}, so that it cannot be found again")
             self._refuse(turn, "does not write the assistant's turn {}")
 
-    def span(self, turn: int, remarks: dict[str, str]) -> Span:
-        """Where a turn of the assistant stands, with the token that ends it."""
+    def span(self, turn: int, remarks: dict[str, str]) -> Span | None:
+        """Where a turn of the assistant stands, with the token that ends it; None for an empty one without a place."""
         own = [piece for piece in self.firsts if piece.leaf.message == turn]
         others = [piece for piece in self.whole.pieces if piece.leaf.message != turn]
-        if own:
-            first, last = own[0].begin, max(piece.end for piece in own)
-            before = max((piece.end for piece in others if piece.end <= first), default=0)
-            after = min((piece.begin for piece in others if piece.begin >= last), default=len(self.whole.text))
-            if any(first < piece.end and piece.begin < last for piece in others):
-                self._refuse(turn, "writes other messages inside the assistant's turn {}")
-        else:
-            # Nothing of an empty turn is written, so it stands somewhere between its neighbors.
-            first = last = before = self._end_of_the_turn_before(turn)
-            after = min((piece.begin for piece in others if piece.begin >= before), default=len(self.whole.text))
+        if not own:
+            remarks["an empty turn of the assistant is not trained on"] = shown(dict(self._messages[turn]))
+            return None
 
-        begin = self.begin(turn, before, first if own else after, remarks)
-        end = self.end(turn, last, after, is_empty=not own)
-        if begin >= end:
-            self._refuse(turn, "writes nothing for the assistant's turn {}")
-        return begin, end
+        first, last = own[0].begin, max(piece.end for piece in own)
+        before = max((piece.end for piece in others if piece.end <= first), default=0)
+        after = min((piece.begin for piece in others if piece.begin >= last), default=len(self.whole.text))
+        if any(first < piece.end and piece.begin < last for piece in others):
+            self._refuse(turn, "writes other messages inside the assistant's turn {}")
+        begin, end = self.begin(turn, before, first, remarks), self.end(turn, last, after)
+        if begin < end:
+            return begin, end
+        remarks["an empty turn of the assistant has no end and is not trained on"] = shown(dict(self._messages[turn]))
+        return None
 
     def begin(self, turn: int, before: int, first: int, remarks: dict[str, str]) -> int:
         """Where a turn begins, between the end of what another message says and the first that this one does.
@@ -138,7 +136,9 @@ class _Rendering:
         differs, if the end of the turn before it is known not to be later, and this is remarked.
         """
         written = self.whole.text[before:first]
-        prompt = _after_the_last_piece(trace(self._chat, self._messages[:turn], add_generation_prompt=True, **self._inputs))
+        prompt = _after_the_last_piece(
+            trace(self._chat, self._messages[:turn], add_generation_prompt=True, **self._inputs)
+        )
         if written.startswith(prompt):
             return before + len(prompt)
 
@@ -147,49 +147,63 @@ class _Rendering:
             ended = _after_the_last_piece(trace(self._chat, self._messages[:turn], **self._inputs))
             if not written.startswith(ended):
                 self._refuse(turn, "writes the beginning of the assistant's turn {} otherwise than as a prompt")
-            shared = max(shared, len(ended))
+            shared = max(self._last_cut(before + len(ended), before + shared) - before, len(ended))
         remarks[
             "a turn of the assistant does not begin with the chat template's generation prompt, after which the expert "
             "will answer"
         ] = f"the prompt {shown(prompt)}, the row {shown(written)}"
         return before + shared
 
-    def end(self, turn: int, last: int, after: int, *, is_empty: bool) -> int:
+    def end(self, turn: int, last: int, after: int) -> int:
         """Where a turn ends, between the last that it says and the first that another message does.
 
         It ends with what the template writes at the end of a conversation that ends here. If other text follows here,
-        it ends with the last of the template's pieces of text that is the same in both.
+        it ends with the last of the template's pieces of text that is the same in both, before the next turn begins.
         """
+        from jinja2 import TemplateError
+
         text = self.whole.text
         if turn == len(self._messages) - 1:
             if after < len(text):
                 self._refuse(turn, "writes other messages after the assistant's last turn {}")
             return after
 
+        written = text[last:after]
         shorter = trace(self._chat, self._messages[: turn + 1], **self._inputs)
-        ending = _after_the_last_piece(shorter)
-        if text[last:after].startswith(ending):
+        said = max((piece.end for piece in _Written().add(shorter) if piece.leaf.message == turn), default=0)
+        ending = shorter.text[said:]
+        if written.startswith(ending):
             return last + len(ending)
-        if is_empty:
-            self._refuse(turn, "does not write the assistant's empty turn {} in one place")
-        shared = last + common_length(text[last:after], ending)
-        return max([cut for cut in self.whole.cuts if last <= cut <= shared], default=last)
+
+        # What both begin with may reach into the beginning of the next turn, so that is left out.
+        try:
+            later = trace(self._chat, self._messages[turn + 1 :], **self._inputs)
+        except TemplateError:
+            return last
+        heading = later.text[: min((piece.begin for piece in later.pieces), default=0)]
+        shared = min(common_length(written, ending), len(written) - common_length(written[::-1], heading[::-1]))
+        return self._last_cut(last, last + shared)
 
     def blocks(self, turns: Sequence[int]) -> tuple[Span, ...]:
         """What the template's own `{% generation %}` tags mark, of the turns that are trained on."""
         answers = {turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"}
-        spans = []
+        spans: list[Span] = []
         for begin, end in self.whole.blocks:
-            inside = {piece.leaf.message for piece in self.whole.pieces if begin < piece.end and piece.begin < end}
+            inside = {piece.leaf.message for piece in self.whole.pieces if piece.begin < end and piece.end > begin}
+            if not inside:  # the end of the turn whose text comes before, or of an empty one
+                before = [piece.leaf.message for piece in self.whole.pieces if piece.end <= begin]
+                inside = set(before[-1:])
             if not inside <= answers:
                 self._refuse(min(inside), "marks with {{% generation %}} what is not the assistant's: the turn {}")
-            if inside <= set(turns) and (inside or answers == set(turns)):
+            if inside <= set(turns):
                 spans.append((begin, end))
-            elif inside & set(turns) or not inside:
+            elif inside & set(turns):
                 self._refuse(max(turns), "marks with {{% generation %}} the turn {} together with others")
-        if not any(begin < end for begin, end in spans):
+
+        spans = [(begin, end) for begin, end in spans if begin < end]
+        if not spans:
             self._refuse(max(turns), "marks with {{% generation %}} nothing of the assistant's turn {}")
-        return tuple(span for span in spans if span[0] < span[1])
+        return tuple(spans)
 
     def left_out(self) -> dict[str, str]:
         """What the template leaves out, in words → an example."""
@@ -224,17 +238,14 @@ class _Rendering:
 
     def _stands_elsewhere(self, text: str) -> bool:
         """Whether the template writes a text itself, such as the tags around reasoning that it has taken apart."""
-        return any(text.strip() in written for written in _between(self.whole))
+        is_long = len(text.strip()) > 2  # single letters stand everywhere
+        return is_long and any(text.strip() in written for written in _between(self.whole))
 
-    def _end_of_the_turn_before(self, turn: int) -> int:
-        for earlier in range(turn - 1, -1, -1):
-            ends = [piece.end for piece in self.firsts if piece.leaf.message == earlier]
-            if ends:
-                return max(ends)
-        self._refuse(turn, "writes nothing before the assistant's turn {}")
-        raise AssertionError
+    def _last_cut(self, least: int, most: int) -> int:
+        """The last place between two others at which the template went on to its next piece of text, or `least`."""
+        return max([cut for cut in self.whole.cuts if least <= cut <= most], default=least)
 
-    def _refuse(self, turn: int, what: str) -> None:
+    def _refuse(self, turn: int, what: str) -> NoReturn:
         raise DataError(
             f"The tokenizer's chat template {what.format(shown(dict(self._messages[turn])))}",
             _REMEDY,
@@ -248,13 +259,15 @@ class _Written:
     def __init__(self) -> None:
         self._parts: dict[Leaf, list[Span]] = {}
 
-    def add(self, piece: Piece) -> bool:
-        """Whether a piece writes something for the first time."""
-        parts = self._parts.setdefault(piece.leaf, [])
-        is_new = not any(first <= piece.first and piece.last <= last for first, last in parts)
-        if is_new:
-            parts.append((piece.first, piece.last))
-        return is_new
+    def add(self, trace: Trace) -> list[Piece]:
+        """The pieces of a trace that write something for the first time."""
+        firsts = []
+        for piece in trace.pieces:
+            parts = self._parts.setdefault(piece.leaf, [])
+            if not any(first <= piece.first and piece.last <= last for first, last in parts):
+                parts.append((piece.first, piece.last))
+                firsts.append(piece)
+        return firsts
 
     def any_of(self, leaf: Leaf) -> bool:
         """Whether anything of a text was written, by itself or in a list or an object."""

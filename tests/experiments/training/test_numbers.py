@@ -57,7 +57,9 @@ def test_packed_logits_equal_those_of_single_rows(
 @given(st.integers(1, 60), st.integers(2, 12))
 def test_long_texts_in_pieces_lose_no_token(words: int, max_length: int) -> None:
     text = " ".join(f"w{i}" for i in range(words))
-    tokens, counts = tokenize([Example(text, ((0, len(text)),))], word_tokenizer(), max_length=max_length, split_long=True)
+    tokens, counts = tokenize(
+        [Example(text, ((0, len(text)),))], word_tokenizer(), max_length=max_length, split_long=True
+    )
     pieces = [tokens.row(row)[0].tolist() for row in range(len(tokens))]
     whole = word_tokenizer()(text + " <eos>")["input_ids"]
     assert all(2 <= len(piece) <= max_length for piece in pieces)

@@ -60,7 +60,9 @@ def test_every_file_format_gives_the_same_rows(tmp_path: Path, suffix: str) -> N
     _write(path)
     counts, examples = load(tmp_path, path=path.name, **PAIR)
     assert [example.text for example in examples] == [f"{row['question']} {row['answer']}" for row in ROWS]
-    assert [example.trained for example in examples] == [((len(row["question"]), len(example.text)),) for row, example in zip(ROWS, examples, strict=True)]
+    assert [example.trained for example in examples] == [
+        ((len(row["question"]), len(example.text)),) for row, example in zip(ROWS, examples, strict=True)
+    ]
     assert (counts.read, counts.kept, counts.empty) == (3, 3, 0)
     assert counts.files == {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
 
