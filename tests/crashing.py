@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from faults import failing
 from killing import How, count_steps, forked, hold, killed_at, on_touch, result
 
 
@@ -218,6 +219,46 @@ def exclusive(folder: Path, writers: int, rounds: int) -> dict[str, Any]:
     return {"codes": codes, "left": sorted(path.name for path in folder.iterdir())}
 
 
+def faults(
+    folder: Path, first: list[str], arguments: list[str], errors: list[int], stride: int
+) -> list[dict[str, Any]]:
+    """Each call to the operating system fails once, in a first write and in a replacement.
+
+    Args:
+        folder: for the output.
+        first, arguments: two runs of a command with different results.
+        errors: the numbers of the errors.
+        stride: 0 for each call with each error; otherwise each stride-th call, with errors that take turns.
+    """
+    out, saved = folder / "out", folder.with_name(f"{folder.name} saved")
+    assert result(forked(lambda: compose(first))) == 0
+    old = content(out)
+    out.rename(saved)
+    assert result(forked(lambda: compose(arguments))) == 0
+    new = content(out)
+    assert old != new
+
+    outcomes = []
+    for overwrite in (False, True):
+        options = [*arguments, "--overwrite"] if overwrite else arguments
+        number, ended = 1, False
+        while not ended:
+            number += stride or 1
+            for error in [errors[number % len(errors)]] if stride else errors:
+                remove(out)
+                if overwrite:
+                    shutil.copytree(saved, out) if saved.is_dir() else shutil.copy(saved, out)
+
+                outcome = failing(number, error, folder, lambda options=options: compose(options))
+                ended = not outcome.call
+                left = sorted({path.name for path in folder.iterdir()} - {"out"})
+                state = judge(out, old, new)
+                outcomes.append({**outcome._asdict(), "error": error, "state": state, "left": left})
+                for name in left:
+                    remove(folder / name)
+    return outcomes
+
+
 def held(folder: Path, arguments: list[str], step: int) -> None:
     """Compose in this process, and stop at a step until killed."""
     left = step
@@ -244,9 +285,9 @@ if __name__ == "__main__":
     if "arguments" in settings:  # import everything once, in the parent
         assert compose([*settings["arguments"], "--dry-run"]) == 0
         import filelock  # noqa: F401
-    modes: dict[str, Callable[..., dict[str, Any]]] = {
+    modes: dict[str, Callable[..., Any]] = {
         "every": every, "random": at_random, "survives": survives, "retired": retired, "rivals": rivals,
-        "exclusive": exclusive,
+        "exclusive": exclusive, "faults": faults,
     }  # fmt: skip
     sys.stdout = sys.__stdout__
     print(json.dumps(modes[what](**settings)), flush=True)

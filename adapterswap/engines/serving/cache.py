@@ -25,6 +25,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.kit.errors import AdapterswapError, OutputError, RunError, UnsupportedError
+from adapterswap.kit.files import locks
 from adapterswap.kit.files.folders import replacing, sync
 from adapterswap.kit.files.hashes import Stamps, sha256_of
 from adapterswap.kit.files.text import expand, read_json
@@ -134,26 +135,30 @@ class Cache:
         return weights
 
     def hold(self) -> None:
-        """Keep entries from being collected while this process runs; the kernel releases the lock at its end."""
-        fcntl.flock(self.open(), fcntl.LOCK_SH)
+        """Keep entries from being collected while this process runs; the kernel releases the lock at its end.
+
+        On a file system without locks nobody can tell whether a server runs, and `collect` removes nothing.
+        """
+        try:
+            fcntl.flock(self.open(), fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in locks.HAS_NO_LOCKS:
+                raise self._unwritable(error) from None
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
         """The folder named `key`. If it is missing or damaged, `make(path)` writes it first."""
-        from filelock import FileLock, Timeout
-
         self.open()
         entry = self._entries / key
         if self._touch(entry) and stamps_in(entry) == self._sound.get(key):
             return entry
+        busy = RunError(
+            f"Another process has been composing this for {_WAIT_S} seconds",
+            "Check whether it hangs, and request it again",
+        )
         try:
-            with FileLock(self._locks / key, timeout=_WAIT_S):
+            with locks.locked(self._locks / f"{key}.lock", busy, wait_s=_WAIT_S):
                 if not (self._touch(entry) and self._is_sound(key)):
                     self._make(key, make)
-        except Timeout:
-            raise RunError(
-                f"Another process has been composing this for {_WAIT_S} seconds",
-                "Check whether it hangs, and request it again",
-            ) from None
         except OSError as error:
             raise self._unwritable(error) from None
         return entry
@@ -178,6 +183,10 @@ class Cache:
             fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
+        except OSError as error:
+            if error.errno in locks.HAS_NO_LOCKS:
+                return None
+            raise self._unwritable(error) from None
         try:
             for folder in (self._building, self._locks):
                 for leftover in folder.iterdir():

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import AsyncIterator, Collection
 from contextlib import suppress
-from urllib.parse import urlsplit
 
 import httpx
 from starlette.applications import Starlette
@@ -133,9 +132,14 @@ class Proxy:
         length = request.headers.get("content-length")
         if length is not None and "transfer-encoding" in request.headers:
             raise HTTPException(400, "Send Content-Length or Transfer-Encoding, but not both.", _CLOSE)
+        try:
+            announced = int(length or 0)
+        except ValueError:
+            raise HTTPException(400, "Content-Length is not a number of bytes.", _CLOSE) from None
+
         body = bytearray()
         too_long = HTTPException(413, f"A request has at most {self._max_bytes} bytes here.")
-        if int(length or 0) > self._max_bytes:
+        if announced > self._max_bytes:
             raise too_long
         try:
             async with asyncio.timeout(_PATIENCE_S):
@@ -172,7 +176,7 @@ class Proxy:
 
 def _is_own(headers: Headers) -> bool:
     """Whether a request is from a page of this server, or from no page: browsers name a page's origin."""
-    return "origin" not in headers or urlsplit(headers["origin"]).netloc == headers.get("host")
+    return all(origin.partition("://")[2] == headers.get("host") for origin in headers.getlist("origin"))
 
 
 async def _left(request: Request) -> None:

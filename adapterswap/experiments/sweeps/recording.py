@@ -50,6 +50,7 @@ from adapterswap.kit.errors import (
     did_you_mean,
     visible,
 )
+from adapterswap.kit.files import locks
 from adapterswap.kit.files.folders import OutputKind, replacing, sync
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.inside import files_inside
@@ -59,8 +60,9 @@ if TYPE_CHECKING:
     from adapterswap.experiments.sweeps.prepared import PreparedSweep
 
 _LOCK, _TMP = "sweep.lock", ".tmp"
+_LOCKS = (_LOCK, locks.marker_of(Path(_LOCK)).name)
 # Files that may exist before sweep.json: those of a killed sweep, and a pre-registration.
-_BEFORE = {_LOCK, SWEEP + _TMP, PREREGISTRATION, PREREGISTRATION + _TMP}
+_BEFORE = {*_LOCKS, SWEEP + _TMP, PREREGISTRATION, PREREGISTRATION + _TMP}
 
 
 def check_out_path(
@@ -87,7 +89,7 @@ def check_out_path(
         )
     if overwrite:
         _output_kind(folder).refuse_strangers(folder)
-        files_inside(folder, [_LOCK], kind=DataError)  # links of other names are removed
+        files_inside(folder, _LOCKS, kind=DataError)  # links of other names are removed
         return Findings()
     run = Run.read(folder)
     if run.results and not os.path.exists(folder / SAMPLES):
@@ -254,7 +256,7 @@ def _output_kind(folder: Path) -> OutputKind:
     with suppress(AdapterswapError, TypeError, AttributeError):
         prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
     files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP, PREREGISTRATION]
-    return OutputKind(None, names=lambda: [_LOCK, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
+    return OutputKind(None, names=lambda: [*_LOCKS, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
 
 
 def _clean_up(folder: Path) -> None:
@@ -271,7 +273,7 @@ def _clean_up(folder: Path) -> None:
 def _clear(folder: Path) -> None:
     """Remove a sweep. sweep.json, which identifies it, is removed last. A pre-registration stays."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == SWEEP):
-        if path.name in (_LOCK, PREREGISTRATION):
+        if path.name in (*_LOCKS, PREREGISTRATION):
             continue
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
@@ -282,7 +284,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
     is_new = not os.path.exists(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with OutputKind.locked(folder / _LOCK, f"{folder} is being written by another sweep"):
+        with locks.locked(folder / _LOCK, locks.being_written(folder, "sweep")):
             yield
     finally:
         if is_new:

@@ -24,9 +24,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from adapterswap.kit.errors import ExpertError, OutputError
+from adapterswap.kit.files import locks
 from adapterswap.kit.files.hashes import fingerprint
 from adapterswap.kit.files.text import expand, read_small, write_json
 
@@ -39,14 +40,12 @@ _YOUNG_S = 60  # a younger folder may not have been locked yet
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left."""
-    from filelock import FileLock  # here, so that --help stays fast
-
     _remove_abandoned()
     # Windows keeps files that are still mapped.
     with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
         folder = Path(place)
         (folder / "files").mkdir()
-        with FileLock(folder / _LOCK):  # the kernel frees it when the process dies
+        with locks.locked(folder / _LOCK, locks.being_written(folder, "process")):
             yield folder / "files"
 
 
@@ -158,28 +157,6 @@ class OutputKind:
     names: Callable[[], Sequence[str]] = tuple
     files: FileKind | None = None
 
-    @staticmethod
-    @contextmanager
-    def locked(path: Path, message: str) -> Iterator[None]:
-        """Hold the lock file `path` inside the block. The kernel frees it when the process dies, however it dies."""
-        from filelock import FileLock, Timeout  # here, so that --help stays fast
-
-        lock = FileLock(path, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            if not path.exists():  # where no file can be created, as in /proc, filelock also reports a timeout
-                probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")  # not `path`, which a rival may hold by now
-                probe.touch()
-                probe.unlink(missing_ok=True)
-            raise OutputError(message, "Wait until it ends or choose another path", parameter="out_path") from None
-        try:
-            yield
-        finally:
-            if not _WINDOWS:  # which removes no file that is open: there, an empty lock file stays
-                path.unlink(missing_ok=True)  # while it is held, so a rival that has opened it notices that it is gone
-            lock.release()
-
     @contextmanager
     def folder(
         self,
@@ -212,7 +189,7 @@ class OutputKind:
                     self.check(target, overwrite=True, inputs=inputs)  # again: this may have taken hours
                 _publish(building, place, target, overwrite=overwrite)
             finally:
-                shutil.rmtree(building, ignore_errors=True)
+                _remove_folder(building)
 
     def check(
         self,
@@ -308,10 +285,14 @@ class OutputKind:
     @staticmethod
     def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
         """The fingerprints of the weights and the card among these files of a folder; quick for any size."""
-        printed = [
-            name for name in names if (name.endswith(".safetensors") or name == CARD) and (folder / name).is_file()
-        ]
-        return {name: fingerprint(folder / name, most=2**23, block=2**12) for name in printed}
+        prints = {}
+        for name in names:
+            is_printed = name.endswith(".safetensors") or name == CARD
+
+            # `is_file` would take a file that the disk fails to show for one that is not there.
+            if is_printed and stat.S_ISREG((folder / name).stat().st_mode):
+                prints[name] = fingerprint(folder / name, most=2**23, block=2**12)
+        return prints
 
 
 def _check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
@@ -369,11 +350,21 @@ def _contains(folder: Path, path: Path) -> bool:
 
 def _add_list(folder: Path, record: str) -> None:
     """Add the list of files in `folder`, and the fingerprints of its weights and card, to its record."""
-    names = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir() or not any(path.iterdir())
-    )
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    names = []
+    for place, folders, files in os.walk(folder, onerror=fail):
+        inside = Path(place).relative_to(folder)
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        names += [(inside / name).as_posix() for name in (*files, *links)]
+
+        is_empty = not files and not folders
+        if is_empty and inside != Path():
+            names.append(inside.as_posix())
+
+    names.sort()
     content = json.loads((folder / record).read_bytes())
     prints = OutputKind.prints_of(folder, names)
     write_json(
@@ -405,6 +396,31 @@ def sync(path: str | Path, *, whole: bool = False) -> None:
         os.close(descriptor)
 
 
+class _AfterwardsError(OSError):
+    """An output stands complete under its name, and something after that failed.
+
+    Attributes:
+        what: what failed, as the end of "OUTPUT is complete, but …".
+        remedy: what to do about it.
+    """
+
+    def __init__(self, error: OSError, what: str, remedy: str) -> None:
+        super().__init__(error.errno, error.strerror, error.filename)
+        self.what, self.remedy = what, remedy
+
+
+def _sync_name(path: Path) -> None:
+    """Sync the name of `path`, which has just got its final content, to disk."""
+    try:
+        sync(path.parent)
+    except OSError as error:
+        raise _AfterwardsError(
+            error,
+            "the disk did not confirm that its name is stored",
+            "Check the disk: until then, the output may vanish if the machine fails",
+        ) from error
+
+
 @contextmanager
 def replacing(path: Path, building: Path) -> Iterator[Path]:
     """Yield the path of a temporary file that takes the place of `path` when the block ends without an exception.
@@ -420,9 +436,9 @@ def replacing(path: Path, building: Path) -> Iterator[Path]:
         yield building
         sync(building)
         building.replace(path)
-        sync(path.parent)
+        _sync_name(path)
     finally:
-        building.unlink(missing_ok=True)
+        locks.remove_file(building)
 
 
 def _exists(target: Path) -> OutputError:
@@ -446,10 +462,10 @@ def _parents(parent: Path) -> Iterator[None]:
         parent.mkdir(parents=True, exist_ok=True)
         yield
         for folder in new_folders:
-            sync(folder.parent)
+            _sync_name(folder)
     except BaseException:
-        with suppress(OSError):
-            for folder in new_folders:
+        for folder in new_folders:
+            with suppress(OSError):
                 folder.rmdir()
         raise
 
@@ -462,7 +478,7 @@ def _temporary(place: Path) -> Path:
 @contextmanager
 def _alone(place: Path, target: Path) -> Iterator[None]:
     """Keep other writers of `place` out, after cleaning up after killed ones."""
-    with OutputKind.locked(_sibling(place, "lock"), f"{target} is being written by another process"):
+    with locks.locked(_sibling(place, "lock"), locks.being_written(target, "process")):
         _recover(place)
         yield
 
@@ -503,9 +519,24 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
                 f"Another process created {target} in the meantime", "Choose another path", parameter="out_path"
             ) from None
         raise
-    sync(place.parent)
+    _sync_name(place)
+
     if retired is not None:
-        shutil.rmtree(retired.rename(building), ignore_errors=True)
+        try:
+            # A folder that is half removed must not look like one that was moved aside.
+            _remove_folder(retired.rename(building))
+        except OSError as error:
+            raise _AfterwardsError(
+                error,
+                f"the folder that it replaced could not be removed from {retired}",
+                "Remove it; the next command that writes there does so, too",
+            ) from error
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder of our own. A second attempt follows an error: network file systems fail now and then."""
+    for _ in range(2):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -521,16 +552,21 @@ def _os_errors(target: Path) -> Iterator[None]:
         ) from None
     try:
         yield
+    except _AfterwardsError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise OutputError(
+            f"{target} is complete, but {error.what}: {reason}", error.remedy, parameter="out_path"
+        ) from error
     except OSError as error:
         reason = os.strerror(error.errno).lower() if error.errno else str(error)
         name = str(error.filename or "")
         detail = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
         raise OutputError(
-            f"{target} cannot be written: {reason}{detail}", _remedy(error.errno), parameter="out_path"
+            f"{target} cannot be written: {reason}{detail}", _remedy(error.errno, target), parameter="out_path"
         ) from error
 
 
-def _remedy(number: int | None) -> str:
+def _remedy(number: int | None, target: Path) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free some space, or choose a path on another disk; no partial output remains"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -539,6 +575,6 @@ def _remedy(number: int | None) -> str:
         return "Choose a path whose parents are folders"
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter name"
-    if number == errno.EBUSY:
+    if number == errno.EBUSY and os.path.ismount(target):
         return "Choose a folder inside it"
     return "Check the path and the disk; no partial output remains"

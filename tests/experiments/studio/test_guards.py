@@ -106,6 +106,18 @@ def test_other_hosts_may_have_any_name_but_not_another_origin(host: str) -> None
     assert client.get("/", headers={"origin": "http://studio.example:1"}).status_code == 403
 
 
+@pytest.mark.parametrize(
+    "origins",
+    [["http://["], ["http://[::1"], ["http://a]b"], ["//"], [""], ["\xff"], ["http://" + "a" * 60_000],
+     ["http://studio.example:7860", "https://evil.example"]],
+)  # fmt: skip
+def test_a_malformed_origin_is_another(origins: list[str]) -> None:
+    app = Starlette(routes=[Route("/", lambda request: PlainTextResponse(""))], middleware=guards("0.0.0.0"))
+    client = TestClient(app, base_url="http://studio.example:7860")
+    headers = [(b"origin", origin.encode("latin-1")) for origin in origins]
+    assert client.get("/", headers=headers).status_code == 403
+
+
 def kinds_of(config: dict[str, Any]) -> dict[int, tuple[str, bool | None]]:
     """The kind of each component, to try each kind once."""
     return {part["id"]: (part["type"], part["props"].get("multiselect")) for part in config["components"]}

@@ -20,6 +20,7 @@ from refusals import refused
 
 from adapterswap.kit.errors import OutputError
 from adapterswap.kit.files.folders import OutputKind
+from adapterswap.kit.files.locks import being_written, locked
 
 FILES = {"README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json"}
 KIND = OutputKind(None, names=lambda: ["file", "more"])
@@ -137,7 +138,7 @@ def test_a_second_writer_is_kept_out(overwrite: bool, tmp_path: Path) -> None:
 def test_who_is_kept_out_leaves_a_rivals_new_lock_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock may be free when it is looked for, and another's a moment later."""
     lock, exists = tmp_path / ".out.lock", Path.exists
-    with OutputKind.locked(lock, "busy"):
+    with locked(lock, being_written(tmp_path / "out", "process")):
         monkeypatch.setattr(Path, "exists", lambda path: path != lock and exists(path))
         with refused(OutputError, "out_path", match="is being written by another process"):
             write(tmp_path / "out")
