@@ -343,7 +343,7 @@ def _write_adapter(
         declared = Reference(record.base_model).at(revision)
         composition = composition.model_copy(update={"base_model": declared})
     prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
-    prepared.write(again, companions=bool(record.companions))  # a server writes none
+    prepared.write(again, hashes={}, companions=bool(record.companions))  # a server writes none
 
 
 def _write_model(

@@ -92,7 +92,8 @@ class Prepared:
         Args:
             out_path, overwrite: see `write_adapter`.
             hashes: the SHA-256 of the experts' files by name, if they were computed after the experts were opened. They
-                are trusted: hashing takes most of a swap's time.
+                are trusted: hashing takes most of a swap's time. The default trusts the names of files in the Hub's
+                cache, which state their hashes; pass an empty mapping to compute all.
             amend: adds to the record; it is called with the record and the folder of the written files.
             companions: also write the experts' tokenizer and the like, if they have them.
         """

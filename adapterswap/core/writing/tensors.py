@@ -20,10 +20,11 @@ import numpy.typing as npt
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout, OutputTensor, header_bytes
 from adapterswap.kit.errors import ExpertError
+from adapterswap.kit.files.hashes import stated_hash
 from adapterswap.kit.files.numbers import Dtype, write_at
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 
-_BUFFER = 4 * 2**20  # bytes; a multiple of every element size, large enough to keep the hash busy
+_BUFFER = 2**20  # bytes; a multiple of every element size, and small enough to stay in the processor's cache
 
 
 def copy_and_hash(
@@ -34,7 +35,7 @@ def copy_and_hash(
     Args:
         expert: the expert's name, for messages.
         source: the file; it is read once, from end to end.
-        known: its SHA-256, if it was computed since the file last changed; then only the tensors in `targets` are read.
+        known: its SHA-256, if somebody computed it or its name states it; then only the tensors in `targets` are read.
         targets: tensor name → the offsets at which its bytes are written.
         output: a file descriptor open for writing.
 
@@ -107,7 +108,13 @@ _BATCH = 2**19  # bytes that a thread computes before it takes the next batch
 
 
 def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Write the file at `path`, which must not exist; return each expert's SHA-256 by name."""
+    """Write the file at `path`, which must not exist; return each expert's SHA-256 by name.
+
+    Those in `known` are not computed. By default these are the ones that the names of downloaded files state.
+    """
+    if known is None:
+        known = {name: stated_hash(adapter.file.path) or "" for name, adapter in plan.adapters.items()}
+
     header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in layout.tensors)
     targets = _copy_targets(plan, layout, places)
     size = max((place.stop for place in places.values()), default=len(header))
@@ -127,9 +134,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
         output.write(header)
         output.truncate(size)  # bytes that no piece fills read as zeros
         hashing = {
-            name: workers.submit(
-                copy_and_hash, name, adapter.file, targets[name], output.fileno(), (known or {}).get(name)
-            )
+            name: workers.submit(copy_and_hash, name, adapter.file, targets[name], output.fileno(), known.get(name))
             for name, adapter in plan.adapters.items()
         }
         hashes = {name: future.result() for name, future in hashing.items()}
