@@ -202,6 +202,9 @@ def canonical_key(key: str) -> str:
     return _ADAPTER_NAME.sub(r"\1", key)
 
 
+_LIKE_FUSED = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
+
 class ModuleKeys(str):
     """The keys under which PEFT stores what belongs to a module, and what the module's name says.
 
@@ -219,6 +222,11 @@ class ModuleKeys(str):
     def is_fused(self) -> bool:
         """Whether it is one expert's projection in a mixture, which PEFT fuses with the others on transformers 5."""
         return re.search(r"\.experts\.\d+\.", self) is not None
+
+    @property
+    def is_like_fused(self) -> bool:
+        """Whether its name ends like a part of fused experts, for which PEFT may take it anywhere in a mixture."""
+        return self.rpartition(".")[2] in _LIKE_FUSED
 
     def factors(self, *, embedding: bool = False) -> tuple[str, str]:
         """The keys under which PEFT stores A and B of a module."""

@@ -287,6 +287,11 @@ class ModelConfig:
         return ahead if type(ahead) is int and 0 < ahead <= MAX_LAYERS else 0
 
     @property
+    def is_mixture(self) -> bool:
+        """Whether its layers may hold a mixture of experts: all such configs count them, under various names."""
+        return any("expert" in key for key in self.language)
+
+    @property
     def architecture(self) -> Architecture:
         """What is special about its type of model, without the models nested in it."""
         return architecture_of(self.content)

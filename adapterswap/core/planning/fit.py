@@ -20,9 +20,10 @@ from adapterswap.core.changes.locations import Located
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
 from adapterswap.core.experts.parts import FullModule, LoraModule, Part, compare_shapes
+from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.layers import ModelConfig, ModuleName
+from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import Reference
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.hashes import Stamps
@@ -370,3 +371,58 @@ def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
 
 def _text(shape: tuple[object, ...]) -> str:
     return "×".join(map(str, shape))
+
+
+def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, task_type: str | None) -> list[str]:
+    """The modules beside a mixture's experts, such as shared experts and dense MLPs, whose LoRA PEFT would not load,
+    because it takes them for parts of the experts. Only a base on this machine is tried, and only a mixture.
+
+    Args:
+        modules: those of an adapter by name, all with LoRA.
+        reference: the base.
+        task_type: the adapter's.
+    """
+    linear = {name: part for name, part in modules.items() if not part.embedding and not part.parameter}
+    risky = [name for name in linear if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused]
+    folder = Reference(reference).cached_folder if reference and risky else None
+    config = Reference(reference).cached_config if reference and risky else None
+    if folder is None or config is None or not ModelConfig(config).is_mixture:
+        return []
+    model = _model(folder, str(reference), task_type)
+    if model is None:  # then it cannot be tried
+        return []
+
+    # An expert may have other names for modules than the base, such as those of transformers 4.
+    container = layer_container(modules)
+    names: dict[str, str] = {}
+    shapes = []
+    for name, part in linear.items():
+        shape = part.out_features, part.in_features
+        names[name] = model.find(name, container, shape) or name
+        shapes.append((names[name], *shape))
+
+    adapted = _adapted_in_peft(folder, str(reference), task_type, tuple(shapes))
+    return [name for name in risky if names[name] not in adapted]
+
+
+@lru_cache(maxsize=4)
+def _adapted_in_peft(
+    folder: Path, name: str, task_type: str | None, shapes: tuple[tuple[str, int, int], ...]
+) -> frozenset[str]:
+    """Of linear modules (name, out, in), those to which PEFT adds LoRA and whose factors it loads."""
+    import torch
+    from peft import LoraConfig
+
+    tensors: dict[str, Any] = {}
+    for module, rows, columns in shapes:
+        a_key, b_key = ModuleKeys(module).factors()
+        tensors[a_key] = torch.empty(1, columns, device="meta")
+        tensors[b_key] = torch.empty(rows, 1, device="meta")
+    targets = [module for module, _, _ in shapes]
+    trial = try_in_peft(
+        empty_model(folder, name, task_type=task_type), LoraConfig(r=1, target_modules=targets), tensors
+    )
+    if trial is None:
+        return frozenset()
+    dropped = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.dropped}
+    return trial.adapted - dropped

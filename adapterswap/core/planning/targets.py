@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
-from adapterswap.core.experts.parts import OpaqueModule
+from adapterswap.core.experts.parts import LoraModule, OpaqueModule
+from adapterswap.core.planning.fit import taken_for_experts
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
@@ -596,8 +597,6 @@ def _indistinct(plan: Plan, f: Facts) -> Found:
             )
 
 
-# Names that PEFT takes for parts of fused experts, wherever they are in the model.
-_FUSED = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
 
 
@@ -612,7 +611,7 @@ def _unfused(plan: Plan, f: Facts) -> Found:
             reasons.append(f"{fused[0]} has LoRA on one expert, but {slot.name} on all experts as one parameter")
         elif slot.opaque and ModuleKeys(slot.name).is_fused:
             reasons.append(f"{slot.name} is not plain LoRA")
-        elif slot.name.rpartition(".")[2] in _FUSED and not ModuleKeys(slot.name).is_fused:
+        elif ModuleKeys(slot.name).is_like_fused and not ModuleKeys(slot.name).is_fused:
             reasons.append(f"{slot.name} and experts ({fused[0]}) both have LoRA, and PEFT would take it for one")
     for name in fused:
         start, _, within = name.rpartition(".experts.")
@@ -625,6 +624,35 @@ def _unfused(plan: Plan, f: Facts) -> Found:
     for reason in reasons:
         yield Culprit(
             f"{reason}: PEFT on transformers 5 fuses plain LoRA on all experts of a layer, or none", f.otherwise
+        )
+
+
+_BESIDE_EXPERTS = "LoRA on shared experts and dense MLPs of mixtures, where PEFT takes it for the experts'"
+
+
+@_of_expert(_BESIDE_EXPERTS, Target.LIVE)
+def _loaded_beside_experts(adapter: Adapter, f: Facts) -> Found:
+    if f.plan is None:  # while it is loaded, not at every switch
+        yield from _lost_beside_experts(adapter.modules, adapter.config.base_reference, adapter.config.task_type, f)
+
+
+@_of_plan(_BESIDE_EXPERTS, _FILES | Target.VLLM)
+def _beside_experts(plan: Plan, f: Facts) -> Found:
+    modules = {slot.name: term.lora for slot in f.changed for term in slot.low_rank[:1]}
+    if not any(ModuleKeys(name).is_fused for name in modules):  # `_unfused` knows these
+        yield from _lost_beside_experts(modules, plan.base_reference, plan.task_type, f)
+
+
+def _lost_beside_experts(
+    modules: Mapping[str, LoraModule], reference: str | None, task_type: str | None, f: Facts
+) -> Found:
+    lost = taken_for_experts(modules, reference, task_type)
+    if lost:
+        yield Culprit(
+            f"PEFT would not load LoRA on {and_more(lost)} into {reference}: with transformers 5 it takes these "
+            "modules for parts of the mixture's fused experts",
+            "Write full weights with `merge`, which does not depend on PEFT, or give these modules to the base in a "
+            "rule of their own",
         )
 
 

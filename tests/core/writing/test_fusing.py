@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from crafting import WEIGHTS, lora
 from peft import LoraConfig
+from pico_models import deltas
 from refusals import refused
 
 import adapterswap
@@ -93,6 +95,58 @@ def test_what_peft_cannot_fuse_is_refused(case: str, tmp_path: Path) -> None:
     )
     with refused(kind, parameter, match=match):
         adapterswap.layer_swap(expert, expert, bottom=1, top=1).write(tmp_path / "out")
+
+
+PARTS = {"gate_proj", "up_proj", "down_proj"}
+
+
+def of_all_linear(name: str, base: Path) -> dict[str, tuple[int, int]]:
+    """Every linear module in the layers of a mixture but its experts, as transformers 4 has them."""
+    import torch
+
+    model = build(ARCHITECTURES[name])
+    model.save_pretrained(base)
+    modules = ((part, module) for part, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return {
+        part: (module.out_features, module.in_features)
+        for part, module in modules
+        if ".layers." in part and not part.endswith("gate")
+    }
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_what_peft_takes_for_experts_is_refused(name: str, tmp_path: Path) -> None:
+    """LoRA on shared experts and dense MLPs, in a file and live; the merge is exact, and attention alone loads."""
+    import torch
+    from tolerances import close
+    from transformers import AutoModelForCausalLM
+
+    from core.matrix.reference import load_with_peft, logits
+
+    shapes = of_all_linear(name, tmp_path / "base")
+    beside = {part: shape for part, shape in shapes.items() if part.rpartition(".")[2] in PARTS}
+    assert beside
+    expert = lora(tmp_path / "math", shapes, base=tmp_path / "base", size=0.2)
+    plan = adapterswap.layer_swap(expert, expert, bottom=1, top=1)
+    for layout in ("exact", "portable"):
+        with refused(UnsupportedError, match="PEFT would not load"):
+            plan.write(tmp_path / "out", layout=layout)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    with refused(UnsupportedError, match="PEFT would not load"):
+        adapterswap.LiveComposer.from_experts(base, {"math": expert})
+
+    wanted = copy.deepcopy(base)
+    with torch.no_grad():
+        for part, delta in deltas(expert).items():
+            wanted.get_submodule(part).weight += torch.from_numpy(delta).float()
+    merged = AutoModelForCausalLM.from_pretrained(plan.merge(tmp_path / "merged")).eval()
+    close(logits(merged), logits(wanted), depth=LAYERS)
+
+    rules = [{"modules": sorted(PARTS), "expert": "base"}, {"expert": "math"}]
+    attention = adapterswap.compose(adapterswap.Composition(allocation=rules), {"math": expert})
+    loaded = load_with_peft(base, attention.write(tmp_path / "attention"))[0]
+    merged = AutoModelForCausalLM.from_pretrained(attention.merge(tmp_path / "merged attention")).eval()
+    close(logits(loaded), logits(merged), depth=LAYERS)
 
 
 @pytest.mark.parametrize("layout", ["exact", "portable"])
