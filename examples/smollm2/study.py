@@ -358,7 +358,7 @@ def share(marks: str) -> float:
 
 
 METRICS = (
-    "equal", "equal by character", "equal with end", "usual", "usual by character", "usual with end", "generated",
+    "equal", "equal with end", "usual", "usual by character", "usual with end", "generated",
 )  # fmt: skip
 PRIMARY = "equal"
 Marks = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -428,7 +428,7 @@ class Tables:
             if not any(found.values()):
                 continue
 
-            cells = [str(max(len(pairs) for pairs in found.values()))]
+            cells = ["" if row == "base" else str(max(len(pairs) for pairs in found.values()))]
             for language, pairs in found.items():
                 cells.append(short(np.mean(list(pairs.values()))) if pairs else "–")
                 cells.append("" if row == "layer swap" else self.shown(self.gain(row, language)))
@@ -447,7 +447,8 @@ class Tables:
             gains.append(self.question("math expert (= reset)", metric))
             gains.append(self.question("swap with the other language's layers", metric))
             name = f"**{metric}**" if metric == PRIMARY else metric
-            lines.append(f"| {name} | {' | '.join(self.shown(gain) for gain in gains)} |")
+            if any(gains):
+                lines.append(f"| {name} | {' | '.join(self.shown(gain) for gain in gains)} |")
 
         return lines
 
@@ -473,9 +474,9 @@ class Tables:
 
 
 def tables(content: Mapping[str, Any]) -> list[list[str]]:
-    """The tables of the fifth plan, as lines in Markdown."""
+    """The tables of the fifth plan that have any numbers, as lines in Markdown."""
     made = Tables(content)
-    return [made.rows(), made.questions(), made.both_skills()]
+    return [lines for lines in (made.rows(), made.questions(), made.both_skills()) if len(lines) > 2]
 
 
 def signed(value: float) -> str:
@@ -489,7 +490,8 @@ def short(value: Any) -> str:
 # The command
 
 MINUTES = {"math": 11, "language": 12, "cell": 2}
-"""Of one thread on a quiet core, by which the hours are reckoned: an expert, and 400 problems of one composition."""
+"""By which the hours are reckoned, of one core: an expert, at the 200 tokens a second that the math expert was measured
+at on a quiet core, and 400 problems of a composition, which took two processor minutes beside other work."""
 
 
 def hours(pairs: int) -> str:

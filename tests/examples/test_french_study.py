@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from adapterswap.experiments.intervals import mean_interval
 from adapterswap.kit.files.hashes import sha256_of
@@ -138,6 +139,73 @@ def test_the_power_is_what_simulations_find(draws: int) -> None:
     assert expected == pytest.approx(0.8, abs=0.02)
     # Three standard errors of the share, and what Satterthwaite's approximation costs.
     assert found / draws == pytest.approx(expected, abs=3 * (expected * (1 - expected) / draws) ** 0.5 + 0.05)
+
+
+@pytest.fixture
+def content() -> dict[str, Any]:
+    """Marks of all cells of five pairs, at random: swaps with a language's own layers are right more often."""
+    study, rng = script("study"), np.random.default_rng(4)
+    chosen = {"weight": 0.7, "bottom": 10}
+    cells = [cell for pair in range(5) for cell in study["test_cells"](pair, chosen)]
+    marks: dict[str, dict[str, dict[str, str]]] = {}
+    for cell in dict.fromkeys(cells):
+        number = len(study["documents_of"](cell.test))
+        probability = 0.6 if "@bottom=8" in cell.composition else 0.4
+        texts = {metric: "".join(map(str, (rng.random(number) < probability) * 1)) for metric in study["METRICS"]}
+        marks.setdefault(cell.composition, {})[cell.test] = texts
+    return {"chosen": chosen, "marks": marks}
+
+
+def test_the_two_questions(content: dict[str, Any]) -> None:
+    """Both by sums over marks, and their intervals by the analysis of variance of two crossed factors."""
+    made = script("study")["Tables"](content)
+
+    def right(composition: str, test: str) -> Any:
+        marks = np.array([int(mark) for mark in content["marks"][composition][test]["equal"]])
+        return marks.reshape(100, 4).mean(1)  # templates
+
+    def swap(layers: str, questions: str, pair: int) -> Any:
+        return right(f"math-{pair}+{layers}-{pair}@bottom=8,top=0", f"new_{questions}")
+
+    gain, contrast = np.zeros((5, 100)), np.zeros((5, 100))
+    for pair in range(5):
+        own = swap("french", "fr", pair) + swap("spanish", "es", pair)
+        gain[pair] = (own - right(f"math-{pair}", "new_fr") - right(f"math-{pair}", "new_es")) / 2
+        contrast[pair] = (own - swap("spanish", "fr", pair) - swap("french", "es", pair)) / 2
+
+    for row, means in (("math expert (= reset)", gain), ("swap with the other language's layers", contrast)):
+        interval = made.interval(made.question(row))
+        assert interval.mean == pytest.approx(means.mean())
+        of_pairs, of_templates = 100 * means.mean(1).var(ddof=1), 5 * means.mean(0).var(ddof=1)
+        left = means - means.mean(1, keepdims=True) - means.mean(0) + means.mean()
+        of_left = (left**2).sum() / (4 * 99)
+        total = of_pairs + of_templates - of_left
+        if total < max(of_pairs, of_templates):  # never below that of one kind of draws
+            total = max(of_pairs, of_templates)
+            freedom = 4 if of_pairs > of_templates else 99
+        else:
+            freedom = total**2 / (of_pairs**2 / 4 + of_templates**2 / 99 + of_left**2 / (4 * 99))
+        assert interval.half == pytest.approx(stats.t.ppf(0.975, freedom) * (total / 500) ** 0.5)
+
+
+def test_settings_are_those_with_the_best_development_mean() -> None:
+    study = script("study")
+    results: dict[str, Any] = {}
+    for cell in study["development_cells"]():
+        best = "weight=0.7" in cell.composition or ("bottom=6" in cell.composition) or ("bottom=8" in cell.composition)
+        results.setdefault(cell.composition, {})[cell.test] = {"usual": "11" if best else "10"}
+    assert study["chosen_settings"](results) == {"weight": 0.7, "bottom": 6}  # of equals the first
+
+
+def test_tables_have_what_is_scored(content: dict[str, Any]) -> None:
+    study = script("study")
+    rows, questions, both = study["tables"](content)
+    assert len(rows) == 2 + len(study["ROWS"])
+    assert len(questions) == 2 + len(study["METRICS"])
+    assert len(both) == 2 + len(study["BOTH_SKILLS"])
+    alone = {"math-0": {"new_fr": content["marks"]["math-0"]["new_fr"]}}
+    tables = study["tables"]({"chosen": {}, "marks": alone})
+    assert [line.partition(" | ")[0] for table in tables for line in table[2:]] == ["| math expert (= reset)"] * 2
 
 
 def test_the_page_has_the_tables() -> None:
