@@ -32,13 +32,13 @@ from transformers.utils.logging import disable_progress_bar
 from adapterswap import Composition, compose, merge, suggest_owners
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
+from adapterswap.experiments.intervals import DIFFERENCE, mean_interval
 from adapterswap.experiments.lab.bases import NUM_LAYERS, write_base
 from adapterswap.experiments.lab.scenes import SCENES, Scene, draw_problems, language_rows, math_rows, source_rows
 from adapterswap.experiments.lab.seed import LEARNING_RATES, Questions, train_expert
 from adapterswap.experiments.lab.seeds import run_seeds
 from adapterswap.experiments.lab.study import summarize
 from adapterswap.experiments.lab.tasks import LabRow
-from adapterswap.experiments.reporting.statistics import bootstrap
 
 Fields = dict[str, Any]
 """Fields of a composition, apart from its experts and its method."""
@@ -252,7 +252,7 @@ def compared(seeds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return np.array([[mark == "1" for mark in row["xx"][str(row["chosen"][chosen_on])]] for row in found], float)
 
     def minus(of: NDArray[np.float64], other: NDArray[np.float64]) -> dict[str, float | None]:
-        summary = bootstrap(of - other, draws=2000)
+        summary = mean_interval(of - other, names=("seeds",), documents="problems", bounds=DIFFERENCE)
         return {"mean": summary.mean, "low": summary.low, "high": summary.high}
 
     def spread(values: Sequence[float]) -> dict[str, float | None]:

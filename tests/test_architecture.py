@@ -59,7 +59,7 @@ CEILINGS = {
     "tools": 13,
     "engines.live": 10,
     "experiments.analysis": 7,
-    "experiments": 11,
+    "experiments": 12,
     "experiments.studio": 2,
     "": 2,
     "cli": 1,

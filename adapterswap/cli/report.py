@@ -6,8 +6,6 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import click
-
 from adapterswap.cli.options import Folder, Json, Output, Text
 from adapterswap.cli.output import echo, note, note_output, print_json, print_table, table, working
 from adapterswap.cli.signature import declare
@@ -40,7 +38,6 @@ def report_command(
     label: Annotated[str, "NAME"] | None = None,
     caption: Text | None = None,
     wide: bool = False,
-    seed: Annotated[int, click.IntRange(min=0), "--bootstrap-seed", "N"] = 0,
     out_path: Output | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -67,7 +64,6 @@ def report_command(
         label: LaTeX: label for \\ref.
         caption: LaTeX: caption.  [default: how the numbers were made]
         wide: LaTeX: table*, across both columns.
-        seed: Seed of the bootstrap.
         out_path: Folder to write; needed for several runs.  [default: RUN-report]
         dry_run: Compute and print everything, but write nothing.
         as_json: Print JSON: the content of summary.json.
@@ -96,7 +92,7 @@ def report_command(
     with working("computing the report"):
         results = report(
             runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
-            seed=seed, figures=None if dry_run else figures, column_width=column_width, table=style,
+            figures=None if dry_run else figures, column_width=column_width, table=style,
             overwrite=overwrite,
         )  # fmt: skip
     if as_json:

@@ -99,6 +99,19 @@ def wilson(right: float, of: float, level: float = 0.95) -> tuple[float, float]:
     return _wilson(right / of, of, NormalDist().inv_cdf((1 + level) / 2))
 
 
+def standard_error(values: ArrayLike, groups: Sequence[object] = ()) -> float | None:
+    """The standard error of the mean over documents, whose groups are the draws; None for a single draw.
+
+    Args:
+        values: (documents,).
+        groups: the group of each document, by default a group for each.
+    """
+    table = np.atleast_2d(np.asarray(values, float))
+    by_group, _ = _over_groups(table, _codes(groups, table.shape[1]), equal_groups=False)
+    number = by_group.shape[1]
+    return float(by_group.std(ddof=1) / number**0.5) if number > 1 else None
+
+
 def mean_interval(
     values: ArrayLike,
     units: Sequence[Sequence[str | None]] = (),
@@ -141,9 +154,7 @@ def mean_interval(
         level: the probability with which the interval should contain the true mean.
     """
     table = np.atleast_2d(np.asarray(values, float))
-    group_of = np.unique([str(group) for group in groups], return_inverse=True)[1]
-    if not len(groups):
-        group_of = np.arange(table.shape[1])
+    group_of = _codes(groups, table.shape[1])
     factors, design = _factors(units or [(str(row),) for row in range(len(table))], names)
 
     by_group, mean = _over_groups(table, group_of, equal_groups)
@@ -195,6 +206,13 @@ def _factors(units: Sequence[Sequence[str | None]], names: Sequence[str]) -> tup
     combinations_present = len({*zip(*(factor.levels.tolist() for factor in top), strict=True)})
     complete = combinations_present == math.prod(factor.number for factor in top)
     return top, "crossed" if complete else "incomplete"
+
+
+def _codes(groups: Sequence[object], documents: int) -> NDArray[np.intp]:
+    """The group of each document as a number from 0."""
+    if not len(groups):
+        return np.arange(documents)
+    return np.unique([str(group) for group in groups], return_inverse=True)[1]
 
 
 def _over_groups(

@@ -61,7 +61,7 @@ TASK = _listed(
 )
 """Keys of task files, and of members of their groups. Functions (`!function`) are refused wherever they stand."""
 
-METADATA = _listed("version description num_samples canonical_task task_pretty_name license url citation")
+METADATA = _listed("version description group num_samples canonical_task task_pretty_name license url citation")
 """Keys of `metadata` in task files. Some tasks of the harness load the tokenizer, with its code, that it names."""
 
 SHOTS = _listed(

@@ -11,7 +11,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from scipy import stats
 
-from adapterswap.experiments.intervals import DIFFERENCE, SHARE, Interval, mean_interval, wilson
+from adapterswap.experiments.intervals import DIFFERENCE, SHARE, Interval, mean_interval, standard_error, wilson
 from tests.tiers import ALL
 
 # Of each pair of docs/lab.md and each template, problems that only the swap solved minus those that only math solved.
@@ -40,6 +40,15 @@ def test_independent_values_have_students_interval() -> None:
     assert (result.over, result.method, result.freedom) == (("documents",), "t", pytest.approx(39))
     wide = mean_interval(values, level=0.99)
     assert ends(wide) == pytest.approx(stats.t.interval(0.99, 39, loc=values.mean(), scale=stats.sem(values)))
+
+
+def test_standard_errors() -> None:
+    values = [0.0, 1.0, 1.0, 0.0, 1.0]
+    assert standard_error(values) == pytest.approx(stats.sem(values))
+    assert standard_error([1.0]) is None
+    assert standard_error([2.0, 2.0]) == 0
+    assert standard_error([0.0, 1.0, 1.0, 1.0], ["a", "a", "b", "b"]) == pytest.approx(stats.sem([0.5, 1]))
+    assert standard_error([0.0, 1.0], ["a", "a"]) is None
 
 
 def test_groups_are_the_draws() -> None:
@@ -158,7 +167,7 @@ def test_over_two_factors_it_is_never_surer_than_over_one() -> None:
         assert variance >= alone * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("right", "of"), [(0, 50), (50, 50), (1, 50), (25, 50), (3, 4), (499, 500)])
+@pytest.mark.parametrize(("right", "of"), [(0, 50), (50, 50), (1, 50), (25, 50), (3, 4), (499, 500), (59, 100)])
 def test_shares_have_wilsons_interval(right: int, of: int) -> None:
     expected = stats.binomtest(right, of).proportion_ci(method="wilson")
     assert wilson(right, of) == pytest.approx((expected.low, expected.high))

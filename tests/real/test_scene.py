@@ -13,7 +13,7 @@ import torch
 from refusals import refused
 
 import adapterswap as asw
-from adapterswap.experiments.lab.french import FrenchPlan, over_templates, write_task
+from adapterswap.experiments.lab.french import FrenchPlan, write_task
 from adapterswap.experiments.lab.smollm2 import package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import EACH, draw_problems, questions_of, templates, training_rows
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError
@@ -129,12 +129,6 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
     shown = lab.problems[workspace.first_problem(composition)]
     (*_, last) = workspace.answers(shown.prompt("fr"), [composition], max_new_tokens=8, chat=workspace.is_chat)
     assert last.texts[0].strip() == shown.answer
-
-
-def test_over_templates() -> None:
-    difference, half = over_templates(np.array([1, 1, 0, 1]), np.array([0, 0, 0, 0]), ["a", "a", "b", "b"])
-    assert difference == 0.75
-    assert half == pytest.approx(12.7062 * 0.25, rel=1e-4)  # means 1 and .5: s/√2 = .25
 
 
 def test_refusals(tmp_path: Path) -> None:

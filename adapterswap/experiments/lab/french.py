@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 import adapterswap
 from adapterswap.core import layer_swap, write_adapter
+from adapterswap.experiments import intervals
 from adapterswap.experiments.lab.smollm2 import INSTALL, PACKAGE, package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import Part, WordProblem, draw_problems
 from adapterswap.kit.dependencies import require
@@ -197,13 +198,15 @@ class FrenchResult:
         """The share of problems that a family answers correctly."""
         return float(self.right[family].mean())
 
-    def against(self, family: str) -> tuple[float, float]:
-        """The layer swap minus another family, and half of its 95 % interval over templates (paired, Student's t)."""
-        return over_templates(self.right["layer swap"], self.right[family], [one.template for one in self.problems])
+    def against(self, family: str) -> intervals.Interval:
+        """The layer swap minus another family, with the 95 % interval over templates."""
+        difference = self.right["layer swap"].astype(float) - self.right[family].astype(float)
+        templates = [problem.template for problem in self.problems]
+        return intervals.mean_interval(difference, groups=templates, documents="templates", bounds=intervals.DIFFERENCE)
 
     def _paired(self, family: str) -> dict[str, Any]:
-        difference, half = self.against(family)
-        return {"difference": difference, "interval_over_templates": [difference - half, difference + half]}
+        interval = self.against(family)
+        return {"difference": interval.mean, "interval_over_templates": interval.ends}
 
     def shown(self) -> list[tuple[WordProblem, dict[str, str]]]:
         """Some problems, evenly spaced, with the answers of the families of `SHOWN`."""
@@ -241,27 +244,13 @@ class FrenchResult:
             scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
         for method, description in METHODS.items():
             is_swap = method == "layer swap"
-            difference, half = (0.0, 0.0) if is_swap else self.against(method)
-            paired = "" if is_swap else f"{difference:+.3f} [{difference - half:+.3f}, {difference + half:+.3f}]"
+            paired = ""
+            if not is_swap:
+                interval = self.against(method)
+                ends = "–" if interval.ends is None else "[{:+.3f}, {:+.3f}]".format(*interval.ends)
+                paired = f"{interval.mean:+.3f} {ends}"
             scores.add_row(method, f"{self.score(method):.3f}", paired, description, style="bold" if is_swap else "")
         yield scores
-
-
-def over_templates(one: NDArray[Any], other: NDArray[Any], names: list[str]) -> tuple[float, float]:
-    """The mean of `one - other` over problems, and half of its 95 % t interval with templates as the units.
-
-    Args:
-        one, other: scores by problem (problems,), or their means over seeds.
-        names: the template of each problem.
-    """
-    from scipy import stats
-
-    difference = np.asarray(one, float) - np.asarray(other, float)
-    means = [difference[[name == template for name in names]].mean() for template in dict.fromkeys(names)]
-    number = len(means)
-    if number < 2:
-        return float(np.mean(means)), float("nan")
-    return float(np.mean(means)), float(stats.t.ppf(0.975, number - 1) * np.std(means, ddof=1) / number**0.5)
 
 
 def find_experts() -> Path | None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from adapterswap import __version__
+from adapterswap.experiments import intervals
 from adapterswap.experiments.lab.scenes import Scene
 from adapterswap.experiments.lab.seed import METHODS, SeedResult
 
@@ -24,7 +25,6 @@ CAVEAT = (
 )
 _COMPARED = tuple(method for method in METHODS if method not in ("base", "layer swap"))
 _REPORTED_LIBRARIES = ("torch", "transformers", "peft", "trl")
-_NORMAL = 1.959964
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Summary:
         values: one per seed.
         mean: their mean.
         spread: their standard deviation (n - 1); None for one seed.
-        interval: half of the 95 % t interval of the mean over seeds; None for one seed.
+        interval: half of the 95 % t interval of the mean over seeds; None for fewer than three seeds, or if all have
+            the same value.
     """
 
     values: tuple[float, ...]
@@ -50,28 +51,22 @@ class PairedDifference:
 
     Attributes:
         over_seeds: the summary of the seeds' differences.
-        over_problems: per seed, half of the 95 % interval of the difference over problems (paired, normal).
-        won, lost: numbers of seeds whose difference is above or below zero by more than that.
+        over_problems: per seed, half of the 95 % interval of the difference over problems; None for fewer than three.
+        won, lost: numbers of seeds whose interval is above or below zero.
     """
 
     over_seeds: Summary
-    over_problems: tuple[float, ...]
+    over_problems: tuple[float | None, ...]
     won: int
     lost: int
 
 
 def summarize(values: Sequence[float]) -> Summary:
-    """Mean, standard deviation and the t interval t·s/√n."""
-    from scipy import stats
-
+    """Mean, standard deviation and the interval over seeds."""
     array = np.asarray(values, float)
-    number = len(array)
-    if number < 2:
-        return Summary(tuple(values), float(array.mean()), None, None)
-    spread = float(array.std(ddof=1))
-    return Summary(
-        tuple(values), float(array.mean()), spread, float(stats.t.ppf(0.975, number - 1)) * spread / number**0.5
-    )
+    spread = float(array.std(ddof=1)) if len(array) > 1 else None
+    interval = intervals.mean_interval(array, documents="seeds")
+    return Summary(tuple(values), interval.mean, spread, interval.half)
 
 
 def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool_]]) -> PairedDifference:
@@ -81,13 +76,13 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
         one, other: per seed, whether each problem was answered correctly (problems,); the same problems in both.
     """
     pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
-    means = [float(pair.mean()) for pair in pairs]
-    halves = tuple(_NORMAL * float(pair.std(ddof=1)) / len(pair) ** 0.5 for pair in pairs)
+    of_seeds = [intervals.mean_interval(pair, documents="problems", bounds=intervals.DIFFERENCE) for pair in pairs]
+    clear = [interval.mean for interval in of_seeds if interval.excludes_zero]
     return PairedDifference(
-        summarize(means),
-        halves,
-        won=sum(mean > half for mean, half in zip(means, halves, strict=True)),
-        lost=sum(mean < -half for mean, half in zip(means, halves, strict=True)),
+        summarize([interval.mean for interval in of_seeds]),
+        tuple(interval.half for interval in of_seeds),
+        won=sum(mean > 0 for mean in clear),
+        lost=sum(mean < 0 for mean in clear),
     )
 
 

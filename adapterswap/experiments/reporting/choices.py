@@ -17,8 +17,7 @@ from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo, best
 from adapterswap.kit.errors import ArgumentError, did_you_mean
 
 Unit = tuple[str | None, str | None, str | None, str | None]
-"""(task expert, language expert, variant, experts of other roles), each None if absent. The names of several experts
-of a side are joined by +. A variant is a seed of the lab, or one of several adapters in a row of their own."""
+"""What a method is averaged over, see `Cell.unit`."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,6 @@ class Choice:
         return {"default": f"{self.family}, default", "selected": f"{self.family}, selected"}.get(
             self.kind, self.family
         )
-
-
-def unit_of(cell: Cell) -> Unit:
-    task, language, others = (
-        "+".join(names) or None for names in (cell.task_expert, cell.language_expert, cell.other_experts)
-    )
-    alone = cell.composition and task is language is others is None
-    return task, language, cell.short.partition("@")[0] if alone else None, others
 
 
 def rungs_of(run: Run) -> dict[str, tuple[str, int]]:
@@ -86,6 +77,11 @@ def reported(task: TaskInfo) -> tuple[int, ...]:
     return task.report if has_split(task) else tuple(range(task.num_docs))
 
 
+def groups_of(task: TaskInfo, documents: Sequence[int]) -> tuple[str, ...]:
+    """The group of each document; empty if the task has no groups."""
+    return tuple(task.groups[doc] for doc in documents) if task.groups else ()
+
+
 def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | None:
     """A cell's primary score on the documents of a part: `select`, `report` or `all`.
 
@@ -105,7 +101,7 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
     families: dict[str, dict[Unit, list[Cell]]] = {}
     for cell in run.cells:
         if task.name in cell.tasks:
-            families.setdefault(cell.family, {}).setdefault(unit_of(cell), []).append(cell)
+            families.setdefault(cell.family, {}).setdefault(cell.unit, []).append(cell)
     all_choices = []
     for family, units in families.items():
         evaluated = {
@@ -158,18 +154,19 @@ def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Uni
 
 def paired(
     one: Mapping[Unit, CellResult], other: Mapping[Unit, CellResult], task: TaskInfo
-) -> tuple[list[Unit], NDArray[np.float64]]:
+) -> tuple[list[Unit], list[int], NDArray[np.float64]]:
     """`one` minus `other` for every joint unit, on the reported documents that all of their cells have scores for.
 
     Returns:
-        The units, and the differences (units, documents); without documents for corpus-level scores.
+        The units, the documents, and the differences (units, documents); without documents for corpus-level scores.
     """
     pairs = [
         (unit, one[a].results[task.name].docs, other[b].results[task.name].docs) for unit, a, b in matching(one, other)
     ]
     documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
     differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
-    return [unit for unit, _, _ in pairs], np.array(differences, float).reshape(len(pairs), len(documents))
+    units = [unit for unit, _, _ in pairs]
+    return units, documents, np.array(differences, float).reshape(len(pairs), len(documents))
 
 
 COMPOSITIONS = "compositions"
@@ -222,7 +219,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     """
     if units is None:
         return run
-    listed = full_units({unit_of(result.cell): None for result in run.results})
+    listed = full_units({result.cell.unit: None for result in run.results})
     selected: dict[Unit, None] = {}
     for name in units:
         matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
@@ -237,7 +234,7 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
         raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
 
     def stays(cell: Cell) -> bool:
-        return next(matching([unit_of(cell)], selected), None) is not None
+        return next(matching([cell.unit], selected), None) is not None
 
     return replace(
         run,
@@ -294,7 +291,7 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
     families: dict[str, dict[Unit, list[CellResult]]] = {}
     for result in run.results:  # in the order of evaluation
         if score(result, task, "select") is not None and score(result, task) is not None:
-            families.setdefault(result.cell.family, {}).setdefault(unit_of(result.cell), []).append(result)
+            families.setdefault(result.cell.family, {}).setdefault(result.cell.unit, []).append(result)
     curves = []
     for family, units in families.items():
         most = max(map(len, units.values()))
@@ -328,6 +325,6 @@ def truncations(run: Run, task: TaskInfo) -> list[Truncations]:
         value = score(result, task)
         if result.relative_error is not None and value is not None:
             cell = result.cell
-            point = cell.configuration, unit_of(cell), result.relative_error, value
+            point = cell.configuration, cell.unit, result.relative_error, value
             families.setdefault(cell.family, []).append(point)
     return [Truncations(task.name, family, tuple(points)) for family, points in families.items()]

@@ -47,7 +47,7 @@ def _compare(first: Run, second: Run, problems: Problems) -> None:
     described = _conditions(first.described), _conditions(second.described)
     differences = _differing(*described)
     for name in first.tasks.keys() & second.tasks.keys():
-        for field in ("role", "select", "report"):
+        for field in ("role", "select", "report", "group", "groups"):
             values = (getattr(run.tasks[name], field) for run in (first, second))
             left, right = (list(value) if isinstance(value, tuple) else value for value in values)
             if left != right:

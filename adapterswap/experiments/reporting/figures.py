@@ -107,7 +107,7 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
     ]
     if not rows:
         return None
-    drawn = f"{_interval_kind(report, target)}, not corrected for the number of methods"
+    drawn = f"{_interval_kind(target)}, not corrected for the number of methods"
     intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
     missing = (
         "; no interval if there are too few experts or documents"
@@ -130,7 +130,7 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
     if not rows:
         return None
     intervals = (
-        f" Lines: {_interval_kind(report, target)}, not corrected for the number of methods."
+        f" Lines: {_interval_kind(target)}, not corrected for the number of methods."
         if any(row["interval"] for row in rows)
         else ""
     )
@@ -333,8 +333,8 @@ def _counted(units: str, number: int) -> str:
     return units.removesuffix("s") if number == 1 else units
 
 
-def _interval_kind(report: Report, target: Target) -> str:
-    return f"95 % intervals (pigeonhole bootstrap over {resampled(target)}, {report.draws:,} draws)"
+def _interval_kind(target: Target) -> str:
+    return f"95 % intervals over {resampled(target)}"
 
 
 def p_value(value: float | None) -> str:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from adapterswap.experiments import intervals
 from adapterswap.experiments.evaluation.languages import METRIC, is_same_language
 from adapterswap.experiments.reporting.choices import (
     Choice,
     Unit,
     as_trained,
     choices,
+    groups_of,
     has_split,
     matching,
     paired,
@@ -20,7 +23,6 @@ from adapterswap.experiments.reporting.choices import (
     score,
     table_choice,
 )
-from adapterswap.experiments.reporting.statistics import bootstrap, standard_error
 from adapterswap.experiments.sweeps import CellResult, Run, TaskInfo
 
 
@@ -31,8 +33,8 @@ class Spread:
     Attributes:
         units: the number of units.
         min, mean, max: over the units.
-        stderr: the standard error of the documents' means over units, with the units held fixed; None for corpus-level
-            scores.
+        stderr: the standard error of the mean over documents, or their groups, with the units held fixed; None for
+            corpus-level scores, and for a single document or group.
         deviation: the standard deviation over the units (n - 1); None for one unit.
     """
 
@@ -52,11 +54,14 @@ class ScoreDifference:
         to: the label of the reference's row.
         units: the number of units that both have.
         mean: the mean difference.
-        low, high: its 95 % interval; None for corpus-level scores, for fewer than three documents, and if a side has
-            two experts (or there are two seeds). It stays between -1 and 1 if all documents' scores are from 0 to 1.
+        low, high: its 95 % interval, see `mean_interval`; None if there is none. It stays between -1 and 1 if all
+            documents' scores are from 0 to 1.
+        over: what was drawn at random for the interval: `documents` or their groups (`templates`), and `task experts`,
+            `language experts`, `pairs`, `experts of other roles`, `seeds` or `adapters` (of one row) if there are
+            several. Empty if there is no interval.
         by_unit: the difference in each unit that both have.
-        over: the factors that the interval resamples: `documents`, and `task experts`, `language experts`, `experts of
-            other roles`, `seeds` or `adapters` (of one row) if there are several. Empty if there is no interval.
+        design: `crossed`, `paired` or `incomplete`, see `Interval`; empty if at most one kind of expert varies.
+        reason: why there is no interval; empty if there is one.
     """
 
     to: str
@@ -66,6 +71,8 @@ class ScoreDifference:
     high: float | None
     over: tuple[str, ...] = ()
     by_unit: tuple[tuple[Unit, float], ...] = ()
+    design: str = ""
+    reason: str = ""
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -139,6 +146,8 @@ class Target:
         rows: grouped by family.
         chosen: whether any family has several configurations.
         of_corpus: whether the score is corpus-level (BLEU, chrF++), so single documents have none.
+        group: what the groups of documents are called, in the plural: `templates`; None if documents have no groups.
+        groups: the number of groups of the reported documents; None without groups.
     """
 
     task: str
@@ -152,6 +161,21 @@ class Target:
     rows: tuple[MethodRow, ...]
     chosen: bool
     of_corpus: bool = False
+    group: str | None = None
+    groups: int | None = None
+
+    @property
+    def untested(self) -> list[str]:
+        """Why differences have no interval, in sentences without a full stop."""
+        if self.of_corpus:
+            return ["There is no interval, because it has one score for the whole corpus"]
+        reasons = {row.label: row.difference.reason for row in self.rows if row.difference is not None}
+        sentences = []
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            labels = [label for label, own in reasons.items() if own == reason]
+            of_rows = "" if len(labels) == len(reasons) else f" for {', '.join(labels)}"
+            sentences.append(f"There is no interval (–){of_rows}: {reason}")
+        return sentences
 
 
 def is_english(task: TaskInfo) -> bool:
@@ -167,13 +191,13 @@ def benchmark_of(task: TaskInfo) -> str | None:
 
 
 def resampled(target: Target) -> str:
-    """The factors that a table's intervals resample: `task experts, language experts and documents`.
+    """What was drawn at random for a table's intervals: `task experts, language experts and documents`.
 
-    A side with a single expert is not named, because it is not resampled: intervals then hold for that expert only.
-    Rows whose intervals are over other factors follow in parentheses.
+    A side with a single expert is not named: intervals then hold for that expert only. Rows whose intervals are over
+    other draws follow in parentheses.
     """
     by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
-    most = max(by_row.values(), key=list(by_row.values()).count, default=("documents",))
+    most = max(by_row.values(), key=list(by_row.values()).count, default=(target.group or "documents",))
     exceptions = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
     return _listed(most) + (f" ({exceptions})" if exceptions else "")
 
@@ -183,7 +207,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(some)} and {last}" if some else last
 
 
-def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: int) -> Target:
+def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
     """The table of `task`, with every method compared with the family `reference`."""
     all_choices = choices(run, task)
     of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
@@ -197,7 +221,7 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
         and info.primary == task.primary  # a mean over different scores would mean nothing
         and info.name in common
     ]
-    rows = [_row(run, task, choice, all_choices, languages, reference, draws, seed) for choice in all_choices]
+    rows = [_row(run, task, choice, all_choices, languages, reference) for choice in all_choices]
     scored = {name for row in rows for name in row.tasks} - {task.name}
     return Target(
         task.name,
@@ -211,13 +235,14 @@ def target_table(run: Run, task: TaskInfo, reference: str, *, draws: int, seed: 
         tuple(rows),
         any(row.kind != "only" for row in rows),
         of_corpus,
+        group_name(task),
+        len({*groups_of(task, reported(task))}) if task.groups else None,
     )
 
 
 def _row(
-    run: Run, task: TaskInfo, choice: Choice, all_choices: list[Choice], languages: Sequence[TaskInfo], reference: str,
-    draws: int, seed: int,
-) -> MethodRow:  # fmt: skip
+    run: Run, task: TaskInfo, choice: Choice, all_choices: list[Choice], languages: Sequence[TaskInfo], reference: str
+) -> MethodRow:
     cells = list(choice.cells.values())
     errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
     tasks = {info.name: spread for info in run.tasks.values() if (spread := _spread(cells, info)) is not None}
@@ -235,8 +260,8 @@ def _row(
         choice.label,
         choice.expected,
         tasks.get(task.name),
-        _interval(run, choice, task, draws, seed),
-        _difference(run, task, choice, table_choice(all_choices, reference, choice.kind), draws, seed),
+        _interval(run, choice, task),
+        _difference(run, task, choice, table_choice(all_choices, reference, choice.kind)),
         tasks,
         english[0] if english else None,
         sum(language_means) / len(language_means)
@@ -272,31 +297,56 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     considered = reported(task) if part == "report" else tuple(documents[0])
     common = [doc for doc in considered if all(doc in docs for docs in documents)]
     means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
+    error = intervals.standard_error(means, groups_of(task, common)) if means else None
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return Spread(len(values), min(values), sum(values) / len(values), max(values), standard_error(means), deviation)
+    return Spread(len(values), min(values), sum(values) / len(values), max(values), error, deviation)
 
 
-def _interval(run: Run, choice: Choice, task: TaskInfo, draws: int, seed: int) -> tuple[float, float] | None:
-    units = as_trained(choice.cells, run)
+def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] | None:
     docs = [cell.results[task.name].docs for cell in choice.cells.values()]
     common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
     if not common:
         return None
     values = np.array([[scores[doc] for doc in common] for scores in docs])
-    interval = bootstrap(values, units, draws=draws, seed=seed)
-    if interval.low is None or interval.high is None:
+    bounds = intervals.SHARE if values.min() >= 0 and values.max() <= 1 else None
+    interval = _over_draws(run, task, list(choice.cells), common, values, bounds)
+    if interval.ends is None:
         return None
-    low = max(interval.low, 0.0) if values.min() >= 0 else interval.low
-    high = min(interval.high, 1.0) if values.min() >= 0 and values.max() <= 1 else interval.high
-    return low, high
+    low, high = interval.ends
+    return (max(low, 0.0) if values.min() >= 0 else low), high
 
 
-def _difference(
-    run: Run, task: TaskInfo, choice: Choice, reference: Choice | None, draws: int, seed: int
-) -> ScoreDifference | None:
+def _over_draws(
+    run: Run, task: TaskInfo, units: Sequence[Unit], documents: Sequence[int], values: NDArray[np.float64],
+    bounds: tuple[float, float] | None,
+) -> intervals.Interval:  # fmt: skip
+    """The interval of the mean of values (units, documents), over whatever was drawn."""
+    trained = as_trained(units, run)
+    are_seeds = all(unit[:2] == (None, None) and (unit[2] or "").startswith("seed ") for unit in trained)
+    names = ("task experts", "language experts", "seeds" if are_seeds else "adapters", "experts of other roles")
+    return intervals.mean_interval(
+        values,
+        trained,
+        groups_of(task, documents),
+        names=names,
+        documents=group_name(task) or "documents",
+        bounds=bounds,
+    )
+
+
+def group_name(task: TaskInfo) -> str | None:
+    """What the groups of a task's documents are called, in the plural; None without groups."""
+    if task.group is None:
+        return None
+    if task.group.endswith("y"):
+        return f"{task.group[:-1]}ies"
+    return f"{task.group.removesuffix('s')}s"
+
+
+def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | None) -> ScoreDifference | None:
     if reference is None or not choice.cells or choice.family == reference.family:
         return None
-    units, values = paired(choice.cells, reference.cells, task)
+    units, documents, values = paired(choice.cells, reference.cells, task)
     if not units:
         return None
     if not values.size:  # corpus-level scores, or no document in common
@@ -309,26 +359,16 @@ def _difference(
             return None
         mean = sum(value for _, value in differences) / len(differences)
         return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
-    trained = as_trained(units, run)
-    interval = bootstrap(values, trained, draws=draws, seed=seed)
-    if interval.low is not None and interval.high is not None and _are_shares(choice, task, reference):
-        interval = replace(interval, low=max(interval.low, -1.0), high=min(interval.high, 1.0))
-    over = () if interval.low is None else _varying(trained)
+    bounds = intervals.DIFFERENCE if _are_shares(choice, task, reference) else None
+    interval = _over_draws(run, task, units, documents, values, bounds)
     by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
-    return ScoreDifference(reference.label, len(units), interval.mean, interval.low, interval.high, over, by_unit)
+    return ScoreDifference(
+        reference.label, len(units), interval.mean, interval.low, interval.high, interval.over, by_unit,
+        interval.design, interval.reason,
+    )  # fmt: skip
 
 
 def _are_shares(choice: Choice, task: TaskInfo, reference: Choice) -> bool:
     """Whether every document's score is from 0 to 1, so that no mean difference can be beyond -1 or 1."""
     cells = (*choice.cells.values(), *reference.cells.values())
     return all(0 <= value <= 1 for cell in cells for value in cell.results[task.name].docs.values())
-
-
-def _varying(units: Sequence[Unit]) -> tuple[str, ...]:
-    """The factors that a bootstrap over `units` and documents resamples."""
-    is_lab = all(unit[:2] == (None, None) for unit in units) and all(
-        (unit[2] or "").startswith("seed ") for unit in units
-    )
-    names = ("task experts", "language experts", "seeds" if is_lab else "adapters", "experts of other roles")
-    levels = (len({unit[place] for unit in units}) for place in range(4))
-    return (*(name for name, number in zip(names, levels, strict=True) if number > 1), "documents")

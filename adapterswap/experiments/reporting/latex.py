@@ -391,7 +391,7 @@ def _documents(target: Target) -> str:
 def _intervals(target: Target) -> str:
     if target.of_corpus:
         return ""
-    return f"95\\,\\%: pigeonhole bootstrap over {_tex(resampled(target))}, not corrected for the number of rows."
+    return f"95\\,\\%: intervals over {_tex(resampled(target))}, not corrected for the number of rows."
 
 
 def _reduced(rows: Sequence[MethodRow]) -> str:

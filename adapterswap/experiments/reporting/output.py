@@ -81,6 +81,7 @@ def render_page(
         table_links=[_table_links(report, target, table) for target in report.targets],
         lead_labels=labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
+        untested={target.task: [] if target.of_corpus else target.untested for target in report.targets},
         disagreements=[pair for pair in report.disagreements if pair.examples],
         min_units=MIN_UNITS,
         recipe=dump_yaml(report.recipe) if report.recipe else "",
@@ -156,7 +157,6 @@ def report(
     reference: str | None = None,
     methods: Sequence[str] | None = None,
     units: Sequence[str] | None = None,
-    seed: int = 0,
     figures: str | Path | None = None,
     column_width: str | float = STYLE.column,
     table: TableStyle | None = None,
@@ -175,7 +175,6 @@ def report(
             default all, with the base and single experts, which raise Friedman's χ². Tables show every method.
         units: the pairs (`math1+sw1`), experts (`sw1`) or seeds (`seed 3`) over which everything is computed; by
             default all.
-        seed: of the bootstrap.
         figures: a folder to write each figure to, as PDF, SVG and PNG, and figures.json with captions and all drawn
             numbers; by default no figures are written.
         column_width: the width of figures: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
@@ -210,7 +209,7 @@ def report(
     folders = [expand(path) for path in runs]
     source = open_source(*folders)
     check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
-    computed = make_report(source, reference=reference, methods=methods, units=units, seed=seed)
+    computed = make_report(source, reference=reference, methods=methods, units=units)
     latex_table(computed, table)  # raises if the style is not valid, also if nothing is written
     if out_path is not None:
         write_report(computed, out_path, table=table, overwrite=overwrite, runs=folders)

@@ -19,7 +19,6 @@ from adapterswap.experiments.reporting.choices import (
     rungs_of,
     score,
     table_choice,
-    unit_of,
 )
 from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
 from adapterswap.experiments.sweeps import Cell, Run, TaskInfo
@@ -177,7 +176,7 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
         for family in dict.fromkeys(result.cell.family for result in run.results):
             if not family.endswith(" expert"):
                 continue
-            own = {unit_of(result.cell): result for result in run.results if result.cell.family == family}
+            own = {result.cell.unit: result for result in run.results if result.cell.family == family}
             means = {unit: mean for unit in own if (mean := _mean_at(unit, merged, target)) is not None}
             for signal in run.tasks.values():
                 part = "select" if has_split(signal) else "all"

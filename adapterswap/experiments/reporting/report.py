@@ -41,7 +41,7 @@ from adapterswap.experiments.reporting.relations import (
     ranking,
 )
 from adapterswap.experiments.reporting.source import ReportSource
-from adapterswap.experiments.reporting.statistics import LEVEL, MIN_LEVELS, MIN_UNITS
+from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
 from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.dependencies import require
@@ -285,7 +285,6 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-DRAWS = 10_000
 REPORT_FORMAT = "adapterswap-report/1"
 _LEADS = ("layer_swap", "layer swap")
 
@@ -310,7 +309,6 @@ class Report:
         disagreements: by target task.
         commands: the commands that run it again.
         compositions: (row, command to compose, command to evaluate) for each cell of the lead's last row.
-        draws, seed: of the bootstrap.
         preregistration: what was registered before the run, and what differs from it; None if nothing was registered.
         experts, recipe, settings, versions: as recorded by the run.
     """
@@ -333,8 +331,6 @@ class Report:
     disagreements: tuple[Disagreements, ...]
     commands: tuple[str, ...]
     compositions: tuple[tuple[str, str, str], ...]
-    draws: int
-    seed: int
     preregistration: Preregistration | None
     experts: Mapping[str, Any]
     recipe: Mapping[str, Any]
@@ -360,15 +356,8 @@ class Report:
         if ranks is not None and ranks.p is None and ranks.statistic is not None:
             lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
         lines += [self.why_no_wilcoxon] if self.why_no_wilcoxon else []
-        varying = "seeds" if self.kind == "lab" else "experts"
         for target in self.targets:
-            task, least = target.task, f"at least {MIN_LEVELS} are needed"
-            if target.of_corpus:
-                lines.append(f"No intervals for {task}: it has one score for the whole corpus")
-            elif target.report < MIN_LEVELS:
-                lines.append(f"No intervals for {task}: {target.report} documents, {least}")
-            elif any(row.difference is not None and row.difference.low is None for row in target.rows):
-                lines.append(f"{task}: no intervals (–) where only two {varying} vary; {least}")
+            lines += [f"{target.task}: {sentence}" for sentence in target.untested]
         return lines
 
     @property
@@ -399,8 +388,6 @@ def make_report(
     reference: str | None = None,
     methods: Sequence[str] | None = None,
     units: Sequence[str] | None = None,
-    draws: int = DRAWS,
-    seed: int = 0,
 ) -> Report:
     """Compute the report of a run.
 
@@ -409,19 +396,16 @@ def make_report(
         reference: a family of the run; by default the task expert, or soup if `methods` leaves it out.
         methods: the families to rank and test, see `included_methods`; tables show all.
         units: the pairs, experts or seeds to compute everything over, see `with_units`.
-        draws: of the bootstrap.
-        seed: of the bootstrap; the same seed gives the same report.
 
     Raises:
-        ArgumentError: the run has no such family or unit, fewer than two methods are left, more than one of several
-            runs was registered, or `seed` is not a whole number from 0 on.
+        ArgumentError: the run has no such family or unit, fewer than two methods are left, or more than one of several
+            runs was registered.
         DataError: no target task of the run is finished, or a file of samples or the pre-registration is damaged.
         DependencyError: the `report` extra is not installed.
     """
-    if type(seed) is not int or seed < 0:  # numpy takes None for another seed each time
-        raise ArgumentError(f"`seed` is {seed!r}", "Pass a whole number, 0 or above", parameter="seed")
     require("report")
-    source = replace(source, run=with_units(source.run, units))
+    recorded = with_units(source.run, units)
+    source = replace(source, run=with_units(source.run.as_reported, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     ranked = included_methods(run, methods)
@@ -438,7 +422,7 @@ def make_report(
             "Run the sweep again; it resumes where it stopped",
             parameter="run",
         )
-    tables = [target_table(run, task, reference, draws=draws, seed=seed) for task in targets]
+    tables = [target_table(run, task, reference) for task in targets]
     landscapes = [grid for task in targets for grid in grids(run, task)]
     if source.development and units is None:  # this landscape is a mean over all seeds
         landscapes.append(_development(source))
@@ -461,15 +445,13 @@ def make_report(
         dict(Counter(cell.family for cell in run.unfinished)),
         tuple(tables),
         ranks,
-        tuple(indicator for task in targets for indicator in indicators(run, task)),
+        tuple(indicator for task in targets for indicator in indicators(recorded, recorded.tasks[task.name])),
         tuple(landscapes),
         tuple(curve for task in targets for curve in selection_curves(run, task)),
         tuple(truncation for task in targets for truncation in truncations(run, task)),
         tuple(disagreement for disagreement in compared if disagreement is not None),
-        (*source.commands, _command(source, reference, seed, methods, units)),
+        (*source.commands, _command(source, reference, methods, units)),
         tuple(_compositions(run, tables, lead)),
-        draws,
-        seed,
         registered,
         described.get("experts", {}),
         described.get("recipe", {}),
@@ -501,10 +483,8 @@ def _registered(
     return replace(only, differences=(*only.differences, f"it is reported together with {other_names}"))
 
 
-def _command(
-    source: ReportSource, reference: str, seed: int, methods: Sequence[str] | None, units: Sequence[str] | None
-) -> str:
-    words = ["adapterswap", "report", *source.names, "--reference", reference, "--bootstrap-seed", str(seed)]
+def _command(source: ReportSource, reference: str, methods: Sequence[str] | None, units: Sequence[str] | None) -> str:
+    words = ["adapterswap", "report", *source.names, "--reference", reference]
     for option, names in (("--methods", methods), ("--units", units)):
         words += [word for name in names or () for word in (option, name)]
     return shlex.join(words)

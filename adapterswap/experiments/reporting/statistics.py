@@ -1,4 +1,4 @@
-"""Standard errors, paired bootstrap intervals, correlations, Friedman's test and the comparisons that follow it.
+"""Correlations, Friedman's test and the comparisons that follow it. Intervals are in `experiments.intervals`.
 
 Takes and returns numbers. A result that the numbers cannot determine (the spread of one value, a correlation with a
 constant) is None, never NaN.
@@ -21,27 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MIN_LEVELS = 3  # of each factor: with two experts, 95 % intervals contained the mean in 85 % of simulated runs
 LEVEL = 0.05  # of significance
 MIN_UNITS = 5  # for a p-value: with four, no order of them has a two-sided p below 0.08
 
 _EXACT = 7  # the most points for which Spearman's p is computed over all orders, at most 5,040
-_CHUNK = 1000  # draws at once, to bound memory
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean and its bootstrap interval.
-
-    Attributes:
-        mean: of all values, without resampling.
-        low, high: the ends of the interval; None if a factor has only two levels, or there are fewer than `MIN_LEVELS`
-            documents.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -61,88 +44,6 @@ class Correlation:
     pearson_p: float | None
     spearman: float | None
     spearman_p: float | None
-
-
-def standard_error(values: ArrayLike) -> float | None:
-    """The standard error of a mean: sample standard deviation / √n; None for fewer than two values."""
-    array = np.asarray(values, float)
-    return float(array.std(ddof=1) / len(array) ** 0.5) if len(array) > 1 else None
-
-
-def bootstrap(
-    values: ArrayLike,
-    units: Sequence[tuple[str | None, ...]] = (),
-    *,
-    draws: int = 10_000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """The interval of a mean over units and documents, both resampled.
-
-    A unit is described by its factors: (task expert, language expert) in a sweep, a seed in the lab. The levels of each
-    factor are drawn with replacement, and so are the documents, each independently of the others; a value then counts
-    as often as its document and all levels of its unit were drawn together. So an expert that occurs in several pairs
-    counts as one draw, and so does a document that all pairs share. This is the pigeonhole bootstrap (Owen
-    2007, Annals of Applied Statistics 1(2)). A factor with one level is not resampled: the interval then holds for that
-    level only. A factor with two levels cannot be resampled, and neither can one or two documents; then there is no
-    interval.
-
-    Percentiles of few levels lie too close together: a factor's part is too small by √((n-1)/n), and its spread is
-    taken as known. To correct both, the interval is stretched about the mean by
-    t_ν / z · √(Σ V_f n_f/(n_f - 1) / Σ V_f), where V_f is the contribution of factor f to the variance of the mean, and
-    ν solves Σ V_f² / (n_f - 1) = (Σ V_f)² / ν (Welch and Satterthwaite).
-    With 125 documents and no other factor, it is stretched by 1 %.
-
-    For a paired interval, `values` are differences on the same documents.
-
-    Args:
-        values: (units, documents), or (documents,) for one unit.
-        units: the factors of each unit; by default each unit is a level of its own.
-        draws: the number of resamples.
-        level: the probability with which the interval should contain the true mean.
-        seed: of the generator; the same seed gives the same interval.
-    """
-    array = np.atleast_2d(np.asarray(values, float))
-    number, documents = array.shape
-    units = units or [(str(index),) for index in range(number)]
-    places = [np.unique([str(unit[i]) for unit in units], return_inverse=True)[1] for i in range(len(units[0]))]
-    mean = float(array.mean())
-    if documents < MIN_LEVELS or any(1 < place.max() + 1 < MIN_LEVELS for place in places):
-        return Interval(mean, None, None)
-    generator = np.random.default_rng(seed)
-    means: list[NDArray[np.float64]] = []
-    for start in range(0, draws, _CHUNK):
-        size = min(_CHUNK, draws - start)
-        weights = np.ones((size, number))
-        for place in places:
-            weights *= _counts(generator, place.max() + 1, size)[:, place]
-        per_unit = _counts(generator, documents, size) @ array.T / documents
-        total = weights.sum(1)
-        drawn = total > 0  # a draw may hit only holes in the grid of units
-        means.append((weights * per_unit).sum(1)[drawn] / total[drawn])
-    per_level = [np.bincount(place, array.mean(1)) / np.bincount(place) for place in places]
-    offsets = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2]) - mean
-    low, high = mean + _stretch([*per_level, array.mean(0)], level) * offsets
-    return Interval(mean, round(float(low), 12), round(float(high), 12))  # rounded: 0, not -1e-18
-
-
-def _stretch(factors: Sequence[NDArray[np.float64]], level: float) -> float:
-    """The factor by which `bootstrap` stretches its interval, from the means of each factor's levels."""
-    from scipy import stats
-
-    parts = [(values.var() / len(values), len(values)) for values in factors if len(values) > 1]
-    plain = sum(part for part, _ in parts)
-    if plain <= 1e-18:
-        return 1.0
-    freedom = plain**2 / sum(part**2 / (number - 1) for part, number in parts)
-    corrected = sum(part * number / (number - 1) for part, number in parts)
-    quantile = (1 + level) / 2
-    return float(stats.t.ppf(quantile, freedom) / stats.norm.ppf(quantile) * (corrected / plain) ** 0.5)
-
-
-def _counts(generator: np.random.Generator, number: int, size: int) -> NDArray[np.float64]:
-    """How often each of `number` items is drawn if `number` are drawn with replacement (size, number)."""
-    return generator.multinomial(number, [1 / number] * number, size=size).astype(float)
 
 
 def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:

@@ -1,14 +1,12 @@
 """Evaluations in the background: their tasks, their progress, and the table of results.
 
-Uses the workspace's model and the functions of `evaluation`. Scores are shares of correct answers, so the intervals are
-Wilson's (1927).
+Uses the workspace's model and the functions of `evaluation`. Scores are shares of correct answers.
 """
 
 from __future__ import annotations
 
 import csv
 import io
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from pydantic import Field, FiniteFloat
 from pydantic.dataclasses import dataclass
 
 from adapterswap.core import Composition
+from adapterswap.experiments import intervals
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.evaluation.exam import Exam
@@ -36,7 +35,6 @@ _TOKENS = 256
 _MOST_ROWS = 500
 LARGEST_FILE = 1_000_000
 """The most bytes of a visitor's file."""
-_Z = 1.959964  # the normal distribution's 97.5 % quantile, for a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -107,15 +105,6 @@ def tasks(workspace: Workspace) -> list[str]:
     return [*lab, *mgsm_task_names(), OWN_FILE]
 
 
-def interval(right: float, of: int) -> tuple[float, float]:
-    """Wilson's (1927) 95 % interval of the share `right / of`."""
-    share, square = right / of, _Z * _Z
-    middle = share + square / (2 * of)
-    half = _Z * math.sqrt(share * (1 - share) / of + square / (4 * of * of))
-    scale = 1 + square / of
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
-
-
 def evaluate_live(
     workspace: Workspace,
     composition: Composition | None,
@@ -155,7 +144,7 @@ def evaluate_live(
                 with workspace.holding(composition) as step_aside:
                     lab = task.startswith(_LAB)
                     right, of = (_score_lab if lab else _score_task)(workspace, task, limit, partial(step, step_aside))
-            news.put(Evaluated(label, address, task, right, of, *interval(right, of)))
+            news.put(Evaluated(label, address, task, right, of, *intervals.wilson(right, of)))
         except _Stopped:
             pass
         except BaseException as error:  # the reader raises it

@@ -99,6 +99,19 @@ class Cell(Carrier):
         return self.short.partition("@")[2] if self.composition else ""
 
     @property
+    def unit(self) -> tuple[str | None, str | None, str | None, str | None]:
+        """What methods are averaged over: (task expert, language expert, variant, experts of other roles).
+
+        Each is None if absent. The names of several experts of a side are joined by +. A variant is a seed of the lab,
+        or one of several adapters in a row of their own.
+        """
+        task, language, others = (
+            "+".join(names) or None for names in (self.task_expert, self.language_expert, self.other_experts)
+        )
+        alone = self.composition and task is language is others is None
+        return task, language, self.short.partition("@")[0] if alone else None, others
+
+    @property
     def identity(self) -> str:
         """Equal for cells of different families that are the same composition: only one of them is evaluated."""
         return repr((sorted(self.composition.items()), sorted(self.output.items()), self.tasks))

@@ -91,12 +91,19 @@ class DocumentSplit(StrictModel):
     fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
     seed: int = Field(default=0, ge=0, description="The seed by which documents are chosen.")
 
-    def split(self, num_docs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(documents to choose on, documents to report on), both sorted. A single document is only reported on."""
-        chosen = min(max(1, round(self.fraction * num_docs)), num_docs - 1)
-        select = sorted(Random(self.seed).sample(range(num_docs), chosen))
-        selected = set(select)
-        return tuple(select), tuple(doc_id for doc_id in range(num_docs) if doc_id not in selected)
+    def split(self, num_docs: int, groups: Sequence[str] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(documents to choose on, documents to report on), both sorted. A single one is only reported on.
+
+        Args:
+            num_docs: the number of documents.
+            groups: the group of each document, if they have groups: a group is not divided.
+        """
+        units = list(dict.fromkeys(groups)) if groups else list(range(num_docs))
+        chosen = min(max(1, round(self.fraction * len(units))), len(units) - 1)
+        selected = {units[place] for place in Random(self.seed).sample(range(len(units)), chosen)}
+        unit_of = groups or range(num_docs)
+        select = tuple(doc_id for doc_id, unit in enumerate(unit_of) if unit in selected)
+        return select, tuple(doc_id for doc_id, unit in enumerate(unit_of) if unit not in selected)
 
 
 class Halving(StrictModel):
@@ -207,6 +214,12 @@ class SweepRecipe(StrictModel):
         default={},
         description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
         "the task's first.",
+    )
+    group: dict[str, str] = Field(
+        default={},
+        description="Task → the column of its rows that names what documents share, such as a template: they are one "
+        "draw in intervals, and on one side of the split. Default: the task's `metadata: {group: …}`, or a column "
+        "`template`.",
     )
     settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
     selection: DocumentSplit = Field(

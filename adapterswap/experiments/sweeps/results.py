@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 from urllib.parse import quote
@@ -24,6 +24,7 @@ from adapterswap.kit.files.text import expand, json_lines, open_regular, read_js
 LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
 _IF_KNOWN = Field(exclude_if=lambda value: value is None)
+_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,9 @@ class TaskInfo(Carrier):
         num_docs: how many documents it has.
         select: the documents on which configurations are chosen.
         report: the other documents, on which the chosen ones are reported.
+        group: the column of the task's rows that names a document's group, such as `template`; None if each document is
+            drawn independently of the others.
+        groups: the group of each document; empty without a column.
         sha256: of its questions and its scoring, see `task_fingerprint`; None for tasks of the lab.
         averaged: whether the primary score is the mean of the documents' scores, as a perplexity is not. Known while a
             sweep runs; afterwards, `TaskValue.docs` is empty where it is not.
@@ -53,6 +57,8 @@ class TaskInfo(Carrier):
     select: tuple[int, ...]
     report: tuple[int, ...]
     sha256: str | None = None
+    group: Annotated[str | None, _IF_KNOWN] = None
+    groups: Annotated[tuple[str, ...], _UNLESS_EMPTY] = ()
     averaged: Annotated[bool, Field(exclude=True)] = field(default=True, compare=False)
 
 
@@ -219,6 +225,21 @@ class Run:
         """The prompts of a task by document, from the folder that holds a cell; None if it has none."""
         folder = self.folder_of(cell.cell)
         return read_prompts(folder, task) if os.path.exists(prompts_file(folder, task)) else None
+
+    @property
+    def selects(self) -> bool:
+        """Whether a method has several configurations of one pair, of which one is chosen."""
+        return len({(cell.family, cell.unit) for cell in self.cells}) < len(self.cells)
+
+    @property
+    def as_reported(self) -> Run:
+        """The run with the documents that are reported: all of them, if no configuration is chosen on a part."""
+        if self.selects:
+            return self
+        whole = {
+            name: replace(task, select=(), report=tuple(range(task.num_docs))) for name, task in self.tasks.items()
+        }
+        return replace(self, tasks=whole)
 
     @property
     def given_up(self) -> tuple[Cell, ...]:

@@ -1,6 +1,7 @@
 """Summarize a sweep: the best configuration of each family.
 
-The best configuration is chosen on the documents set apart for choosing, and reported on the others. Only
+The best configuration is chosen on the documents set apart for choosing, and reported on the others; if no method has
+several, all documents are reported. Only
 configurations that are finished with all their pairs take part, because means over different pairs do not compare. Of
 equal ones the papers' default is taken, then the first of the recipe (`best_of`, which reports use too). Min, mean and
 max are over cells, on all documents. Intervals and tests are made in `reporting`.
@@ -78,6 +79,7 @@ def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskIn
 
 def summarize(run: Run) -> list[Row]:
     """A row for each family that has a finished cell, in the order of their first cells."""
+    run = run.as_reported
     families: dict[str, list[CellResult]] = {result.cell.family: [] for result in run.results}
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
@@ -101,9 +103,9 @@ def _row(
     candidates = [
         (scores[name], all(result.cell.default for result in members), name)
         for name, members in configurations.items()
-        if is_only or len(members) == cell_counts[family, name]
+        if len(members) == cell_counts[family, name]
     ]
-    best = best_of(candidates, sign_of(results, tasks))
+    best = next(iter(configurations)) if is_only else best_of(candidates, sign_of(results, tasks))
     return Row(
         family=family,
         n=len(values),

@@ -12,6 +12,7 @@ from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, Swe
 from adapterswap.experiments.sweeps.results import TaskInfo
 from adapterswap.kit.errors import FieldError, Problems
 
+_TEMPLATE = "template"  # the column of generated problems
 _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers as numbers
 
 
@@ -54,6 +55,13 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
                 "Name one of them",
                 parameter="primary",
             )
+    for name in recipe.group:
+        if name not in known.tasks:
+            problems.add(
+                f"group: {name!r} is not among the tasks ({', '.join(known.tasks)})",
+                "Name one of them",
+                parameter="group",
+            )
     infos = {}
     for name in (*targets, *retention):
         role = "target" if name in targets else "retention"
@@ -91,12 +99,36 @@ def _describe_task(name: str, loaded: LoadedTasks, role: str, recipe: SweepRecip
     metric, filter_name = _primary(name, task, recipe.primary.get(name))
     available = len(task.eval_docs)
     num_docs = min(get_sample_size(task, settings.limit) or available, available)
-    select, report = recipe.selection.split(num_docs)
+    group, groups = _groups(name, task, recipe.group.get(name), num_docs)
+    select, report = recipe.selection.split(num_docs, groups)
     better = _better(task).get(metric) is not False
     return TaskInfo(
         name, role, loaded.language(name), (metric, filter_name), better, num_docs, select, report,
-        loaded.fingerprint(name), averaged=_is_mean(task.aggregation()[metric]),
+        loaded.fingerprint(name), group, groups, averaged=_is_mean(task.aggregation()[metric]),
     )  # fmt: skip
+
+
+def _groups(name: str, task: Any, column: str | None, num_docs: int) -> tuple[str | None, tuple[str, ...]]:
+    """The column that names the groups of a task's documents, and the group of each; (None, ()) without groups."""
+    rows = [task.eval_docs[place] for place in range(num_docs)]
+    metadata = task.config.metadata
+    own = metadata.get("group") if isinstance(metadata, Mapping) else None
+    chosen = column or own
+    if chosen is None:
+        has_templates = all(isinstance(row, Mapping) and _TEMPLATE in row for row in rows)
+        values = [str(row[_TEMPLATE]) for row in rows] if has_templates else []
+        # A column that says the same everywhere, or something else in each row, is the text of a prompt.
+        return (_TEMPLATE, tuple(values)) if 1 < len({*values}) < num_docs else (None, ())
+
+    missing = next((place for place, row in enumerate(rows) if row.get(chosen) is None), None)
+    if missing is not None:
+        columns = ", ".join(map(str, rows[missing]))
+        raise FieldError(
+            f"group: row {missing} of {name} has no value in the column {chosen!r}",
+            f"Name a column that all rows have: {columns}",
+            parameter="group",
+        )
+    return str(chosen), tuple(str(row[chosen]) for row in rows)
 
 
 def _is_mean(aggregate: Callable[[list[float]], float]) -> bool:

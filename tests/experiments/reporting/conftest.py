@@ -36,7 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
         extra={"joint SFT": ["experts/joint1", "experts/joint2"]},
     )  # fmt: skip
     run = craft(place / "run", requested, corpus=("belebele_swh_Latn",), text=HOSTILE)
-    report = make_report(open_source(run), draws=300)
+    report = make_report(open_source(run))
     write_report(report, place / "report", runs=[run])
     return Written(run, report, place / "report")
 

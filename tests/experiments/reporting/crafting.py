@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -63,7 +63,7 @@ def craft(
     finished: Callable[[Cell], bool] = lambda cell: True, split: bool = True, corpus: tuple[str, ...] = (),
     values: Callable[[Cell, str], list[float]] | None = None, errors: Callable[[Cell], float] = lambda cell: 0.0,
     changed: Mapping[str, Mapping[str, Any]] | None = None, text: str = "Jibu ni",
-    shares: Callable[[Cell, str], float] | None = None, codes: Mapping[str, str] = TASKS,
+    shares: Callable[[Cell, str], float] | None = None, codes: Mapping[str, str] = TASKS, groups: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Write a sweep's folder.
 
@@ -77,6 +77,7 @@ def craft(
         text: the outputs.
         changed: changes to sweep.json: `{"settings": {"num_fewshot": 2}}`.
         codes: task → the code of its language.
+        groups: the template of each document.
         shares: the share of the answers that is in the task's language; not recorded by default.
     """
     requested = requested or recipe()
@@ -87,12 +88,12 @@ def craft(
     languages = {name: tuple(tasks) for name, tasks in requested.target_groups().items()}
     target = tuple(dict.fromkeys(task for tasks in languages.values() for task in tasks))
     cells = make_cells(requested, SweepTasks(languages, tuple(requested.retention)), 32).cells
-    select, report = DocumentSplit().split(documents) if split else ((), tuple(range(documents)))
+    select, report = DocumentSplit().split(documents, groups) if split else ((), tuple(range(documents)))
     tasks = {
         name: TaskInfo(
             name, "target" if name in target else "retention", codes.get(name, "swh_Latn"),
             ("exact_match", "normalized") if name not in corpus else ("chrf", "none"), True, documents, select, report,
-            "cd" * 32,
+            "cd" * 32, "template" if groups else None, tuple(groups),
         )
         for name in (*target, *requested.retention)
     }  # fmt: skip

@@ -19,7 +19,7 @@ def row(report: Report, label: str) -> MethodRow:
 
 
 def reported(folder: Path, **content: Any) -> Report:
-    return make_report(open_source(folder), draws=200, **content)
+    return make_report(open_source(folder), **content)
 
 
 def strict(report: Report) -> None:

@@ -134,7 +134,7 @@ def test_a_style_that_is_none_is_refused(lab: Path) -> None:
 
 
 def test_a_lab_run(lab: Path) -> None:
-    report = make_report(open_source(lab), draws=200)
+    report = make_report(open_source(lab))
     assert (report.kind, report.units, report.reference, report.lead) == ("lab", "seeds", "math expert", "layer swap")
     swap, expert = row(report, "layer swap"), row(report, "math expert")
     place = list(METHODS).index("layer swap")

@@ -51,7 +51,7 @@ def test_one_run_judged_in_two_folders_gives_the_report_of_the_whole(tmp_path: P
         return craft(tmp_path / f"half-{number}", requested, documents=12, finished=finished)
 
     whole = reported(craft(tmp_path / "whole", requested, documents=12))
-    both = make_report(open_source(half(0), half(1)), draws=200)
+    both = make_report(open_source(half(0), half(1)))
     assert both.name == "half-0 + half-1"
     assert both.missing == {}
     own = {"name", "commands", "compositions", "disagreements"}
@@ -66,7 +66,7 @@ def test_families_of_several_runs_are_rows_of_one_table(tmp_path: Path) -> None:
     ties = recipe(compositions=[{"method": "ties", "density": [0.2, 0.5], "full_rank": True}], retention=[])
     second = craft(tmp_path / "second", ties, documents=12)
     alone = [{each.label: each for each in reported(folder).targets[0].rows} for folder in (first, second)]
-    together = {each.label: each for each in make_report(open_source(first, second), draws=200).targets[0].rows}
+    together = {each.label: each for each in make_report(open_source(first, second)).targets[0].rows}
     assert together == alone[0] | alone[1]
 
 
@@ -121,17 +121,17 @@ def test_a_preregistration_of_one_run_is_shown_with_the_differences(tmp_path: Pa
         "comparison": {"reference": "task expert", "methods": None},
     }
     (second / "preregistration.json").write_text(json.dumps(content))
-    assert make_report(open_source(first), draws=20).preregistration is None
-    alone = make_report(open_source(second), draws=20).preregistration
+    assert make_report(open_source(first)).preregistration is None
+    alone = make_report(open_source(second)).preregistration
     assert alone is not None
     assert alone.differences == ()
-    both = make_report(open_source(first, second), draws=20).preregistration
+    both = make_report(open_source(first, second)).preregistration
     assert both is not None
     assert both.sha256 == alone.sha256
     assert both.differences == ("it is reported together with first",)
     (first / "preregistration.json").write_text(json.dumps(content))
     with refused(ArgumentError, "run"):
-        make_report(open_source(first, second), draws=20)
+        make_report(open_source(first, second))
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from adapterswap.cli.report import _table
 from adapterswap.cli.sweep import _print
+from adapterswap.experiments.intervals import mean_interval
 from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.latex import latex_table
 from adapterswap.experiments.reporting.output import render_page, report
-from adapterswap.experiments.reporting.statistics import bootstrap
 from adapterswap.experiments.sweeps import Run
 from adapterswap.experiments.sweeps.grid import Cell
 
@@ -65,7 +65,7 @@ def test_a_difference_of_shares_is_never_beyond_one(tmp_path: Path) -> None:
         return scores.get(cell.family, [0.25] * 4)
 
     run = craft(tmp_path / "run", recipe(**ONE_PAIR), documents=4, split=False, values=values)
-    plain = bootstrap(np.subtract(scores["soup"], scores["base"]))
+    plain = mean_interval(np.subtract(scores["soup"], scores["base"]))
     assert plain.high is not None
     assert plain.high > 1
     for name, reference, end in (("soup", "base", "high"), ("base", "soup", "low")):

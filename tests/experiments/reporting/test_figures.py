@@ -114,7 +114,7 @@ def test_intervals_do_not_leave_the_scale(tmp_path: Path) -> None:
     report = reported(folder)
     swap = row(report, "layer_swap, default")
     assert swap.interval is not None
-    assert 0.8 < swap.interval[0] < swap.interval[1] <= 1
+    assert 0.7 < swap.interval[0] < swap.interval[1] <= 1
     soup = row(report, "soup")
     assert soup.interval is not None
     assert soup.interval[0] >= 0

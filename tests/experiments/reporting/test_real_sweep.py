@@ -38,7 +38,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "settings": {"limit": 40, "batch_size": 8, "include_path": str(choices.write_task(tmp_path / "own"))},
     }
     run = sweep(SweepRecipe.model_validate(requested), tmp_path / "run")
-    report = make_report(open_source(tmp_path / "run"), reference="base", draws=100)
+    report = make_report(open_source(tmp_path / "run"), reference="base")
     strict(report)
     write_report(report, tmp_path / "report", runs=[tmp_path / "run"])
     page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")

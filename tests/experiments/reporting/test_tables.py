@@ -29,7 +29,7 @@ from .reading import SW, row
 
 def test_the_same_run_gives_the_same_bytes(written: Written, tmp_path: Path) -> None:
     shutil.copytree(written.run, tmp_path / "run")
-    write_report(make_report(open_source(tmp_path / "run"), draws=300), tmp_path / "report")
+    write_report(make_report(open_source(tmp_path / "run")), tmp_path / "report")
     names = sorted(path.name for path in written.folder.iterdir())
     assert names == ["report.html", "summary.json", "tables.csv", "tables.tex"]
     for name in names:

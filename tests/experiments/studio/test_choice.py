@@ -7,13 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
-from scipy.stats import binomtest
 
 from adapterswap.cli import main
 from adapterswap.core.model.layers import Kind
@@ -232,12 +230,6 @@ def test_a_folder_that_is_not_a_lab_run(tmp_path: Path, lab_run: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         Workspace.of_lab(lab_run, 3)
     assert caught.value.parameter == "lab_seed"
-
-
-@pytest.mark.parametrize(("right", "of"), [(0, 10), (10, 10), (3, 7), (59, 100), (1, 1)])
-def test_the_interval_matches_wilson(right: int, of: int) -> None:
-    expected = binomtest(right, of).proportion_ci(method="wilson")
-    np.testing.assert_almost_equal(evaluations.interval(right, of), (expected.low, expected.high), decimal=7)
 
 
 def test_stored_browser_state_is_checked() -> None:

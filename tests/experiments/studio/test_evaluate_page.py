@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
+from adapterswap.experiments.intervals import wilson
 from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import first_choice, from_address
 from adapterswap.experiments.studio.workspace import Workspace
@@ -90,7 +91,7 @@ def test_mgsm_is_scored_as_evaluate_scores_it(
     page.locator("#evaluated td").first.wait_for()
     golds = [gold for _, gold in read_mgsm("en").questions[:10]]
     assert page.locator("#evaluated td.number").first.inner_text() == f"{golds.count(18)} / 10"
-    low, high = evaluations.interval(golds.count(18), 10)
+    low, high = wilson(golds.count(18), 10)
     assert page.locator("#evaluated td.number").nth(2).inner_text() == f"{low:.1%} – {high:.1%}"
     with workspace.turns.turn(), workspace.live.use(composition):
         assert set(plans) == {repr(workspace.live.plan)}

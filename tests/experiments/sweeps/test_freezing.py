@@ -31,11 +31,11 @@ def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -
     assert again == content  # the same again changes nothing
     sweep(requested, tmp_path / "run", device="cpu")
     source = open_source(tmp_path / "run")
-    report = make_report(source, draws=50)
+    report = make_report(source)
     assert report.preregistration is not None
     assert report.preregistration.sha256 == content["sha256"]
     assert report.preregistration.differences == ()
-    other = make_report(source, draws=50, reference="base", methods=["base", "soup"], units=["sw1"]).preregistration
+    other = make_report(source, reference="base", methods=["base", "soup"], units=["sw1"]).preregistration
     assert other is not None
     assert len(other.differences) == 3
     with pytest.raises(RunError) as caught:  # too late after the run
@@ -45,13 +45,13 @@ def test_a_run_follows_its_registration_or_not(recipe: Recipe, tmp_path: Path) -
     changed = recipe(compositions=[{"bottom": [1], "top": 1}], baselines=["base", "soup"])
     sweep(changed, tmp_path / "run", device="cpu", overwrite=True)
     assert json.loads(file.read_text()) == written  # unchanged
-    later = make_report(open_source(tmp_path / "run"), draws=50).preregistration
+    later = make_report(open_source(tmp_path / "run")).preregistration
     assert later is not None
     assert later.differences == ("registered compositions that are missing: 1",)
 
     file.write_text(json.dumps(written | {"format": "adapterswap-preregistration/2"}))
     with pytest.raises(DataError):
-        make_report(open_source(tmp_path / "run"), draws=50)
+        make_report(open_source(tmp_path / "run"))
 
 
 def test_invalid_registrations(recipe: Recipe, tmp_path: Path) -> None:
