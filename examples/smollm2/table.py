@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
+from adapterswap.experiments.intervals import DIFFERENCE, mean_interval
 from adapterswap.experiments.lab.french import FRENCH_FORMAT
 from adapterswap.experiments.sweeps import CellResult, Run
 
@@ -91,11 +91,20 @@ def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64] | None:
     return None  # not evaluated
 
 
-def half(values: NDArray[np.float64]) -> float:
-    """Half of the 95 % interval of a mean (Student's t); nan for a single value."""
-    if len(values) < 2:
-        return float("nan")
-    return float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / len(values) ** 0.5)
+def half(values: NDArray[np.float64]) -> str:
+    """Half of the 95 % interval of a mean (Student's t), as text."""
+    found = mean_interval(values).half
+    return "–" if found is None else f"± {short(found)}"
+
+
+def over_both(apart: NDArray[np.float64], pairs: Iterable[str]) -> str:
+    """The 95 % interval of differences (pairs, problems), with templates and pairs drawn at random."""
+    interval = mean_interval(
+        apart, [pair.split("+") for pair in pairs], [problem["template"] for problem in test_problems()],
+        documents="templates", bounds=DIFFERENCE, equal_groups=True,
+    )  # fmt: skip
+    several = len(apart) > 1 and interval.ends is not None
+    return f"[{', '.join(map(signed, interval.ends))}]" if several else "–"
 
 
 def by_template(marks: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -116,8 +125,8 @@ def table(marks: Marks) -> list[str]:
     pairs = pairs_of(marks)
     names = [pair.replace("+", " + ").replace("-", " ") for pair in pairs]
     lines = [
-        "| | " + " | ".join([*names, "mean", "swap − it", "over templates", "over problems", "over pairs"]) + " |",
-        "|---|" + "---:|" * (len(names) + 5),
+        "| | " + " | ".join([*names, "mean", "swap − it", "95 %", "templates alone", "pairs alone", "problems"]) + " |",
+        "|---|" + "---:|" * (len(names) + 6),
     ]
     swap = of_pairs(marks, SWAP)
     for row in (row for row in ROWS if row in marks):
@@ -127,11 +136,13 @@ def table(marks: Marks) -> list[str]:
         if row != SWAP:
             apart = np.array([swap[pair] - values for pair, values in scores.items()])
             means = by_template(apart)
-            cells.append(signed(means.mean()))
-            halves = (half(one) for one in (means.mean(0), apart.mean(0), means.mean(1)))
-            cells += ["–" if np.isnan(one) else f"± {short(one)}" for one in halves]
+            cells += [signed(means.mean()), over_both(apart, scores)]
+            cells += [half(means.mean(0)), half(means.mean(1))]
+
+            # The mean over problems is another one: templates have different numbers of them.
+            cells.append(f"{signed(apart.mean())} {half(apart.mean(0))}")
         else:
-            cells += [""] * 4
+            cells += [""] * 5
         lines.append(f"| {ROWS[row]} | " + " | ".join(cells) + " |")
     return lines
 
@@ -174,7 +185,7 @@ def beside_pairs(content: Mapping[str, Any]) -> list[str]:
         for name, score in scores.items():
             cells = [language, in_words(name), short(score.mean())]
             apart = score - scores["math 0"]
-            cells += ["", ""] if name == "math 0" else [signed(apart.mean()), f"± {short(half(apart))}"]
+            cells += ["", ""] if name == "math 0" else [signed(apart.mean()), half(apart)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 

@@ -31,16 +31,22 @@ def test_the_pages_have_the_tables_of_the_results(script: dict[str, Any]) -> Non
 
 
 def test_a_table_by_hand(script: dict[str, Any]) -> None:
-    """Two pairs; the swap solves what the math expert does and one whole template more, in one pair only."""
+    """Three pairs; the swap solves what the math expert does and one whole template more, in one pair only."""
     templates = [problem["template"] for problem in script["test_problems"]()]
     math = "".join(str(int(template == "t01")) for template in templates)
     more = "".join(str(int(template in ("t01", "t02"))) for template in templates)
-    swap = {"math-0+french-0": math, "math-1+french-1": more}
-    marks = {"base": {"": "0" * len(templates)}, "task expert": {"math-0": math, "math-1": math}, "layer swap": swap}
+    swap = {"math-0+french-0": math, "math-1+french-1": more, "math-2+french-2": math}
+    marks = {
+        "base": {"": "0" * len(templates)},
+        "task expert": {f"math-{seed}": math for seed in range(3)},
+        "layer swap": swap,
+    }
     heading, _, base, task, last = script["table"](marks)
-    assert heading.startswith("| | math 0 + french 0 | math 1 + french 1 | mean |")
-    assert base.startswith("| base | .000 | .000 | .000 | +.050 |")
-    # of 30 templates one differs by 1/2: mean 1/60, standard error 1/60; over pairs 0 and 1/30: 12.7 · 1/60
-    assert task == "| **math expert** (= reset) | .033 | .033 | .033 | +.017 | ± .034 | ± .011 | ± .212 |"
-    assert last.startswith("| layer swap | .033 | .067 | .050 |")
+    assert heading.startswith("| | math 0 + french 0 | math 1 + french 1 | math 2 + french 2 | mean |")
+    assert base.startswith("| base | .000 | .000 | .000 | .000 | +.044 |")
+    # of 30 templates one differs by 1/3: mean 1/90, standard error 1/90; over pairs 0, 1/30 and 0: 4.3 · 1/90;
+    # of 285 problems ten differ by 1/3: mean .0117, standard error .0037
+    assert task.startswith("| **math expert** (= reset) | .033 | .033 | .033 | .033 | +.011 | [")
+    assert task.endswith("] | ± .023 | ± .048 | +.012 ± .007 |")
+    assert last.startswith("| layer swap | .033 | .067 | .033 | .044 |")
     assert np.mean(script["of_pair"](marks["task expert"], "math-1+french-0")) == pytest.approx(10 / len(templates))
