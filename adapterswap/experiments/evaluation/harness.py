@@ -26,6 +26,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from adapterswap.experiments.evaluation.answers import extract_answer
 from adapterswap.experiments.evaluation.choices import SharedContexts, answer_shared, shared_contexts
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
+from adapterswap.experiments.evaluation.outputs import OutputReader
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.settings import Settings
 from adapterswap.kit.errors import ArgumentError, DataError
@@ -225,6 +226,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         on_begin: Callable[[], None] | None,
         on_progress: Callable[[], None] | None,
     ) -> None:
+        self._answers_in_batch: list[str] = []  # in the harness's order
         # A loaded model is tied already. If adapters wrap tied embeddings, tying again raises or removes them.
         model.tie_weights = lambda *_, **__: None
         try:
@@ -242,6 +244,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         self.add_bos_token: bool | None = False if settings.apply_chat_template else None
         self._max_gen_toks, self._truncate, self._seed = settings.max_gen_toks, settings.truncate, settings.seed
         self._vocabulary = Vocabulary(self.config, tokenizer)
+        self._reader = OutputReader(tokenizer, self.think_end_token)
+        self._may_reason = settings.enable_thinking is not False
         self._as_chat = chat_prompts(tokenizer, settings)
         self._on_begin, self._on_progress = on_begin, on_progress
         self._processes = processes
@@ -339,7 +343,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
         def answer_batch(number: int) -> list[Any]:
             torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
-            self._cut_of = {}
+            self._cut_of, self._answers_in_batch = {}, []
             batch = [requests[place] for place in batches[number]]
             outputs = answer(batch, disable_tqdm=True)
             if not self._cut_of:
@@ -383,26 +387,24 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         """The context and what follows it."""
         return super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
 
+
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         """See the harness. A text that ends the answer does not end the reasoning before it."""
         thinks = self.think_end_token is not None
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         tokens = self._tokens(context, max_length, [eos] if thinks else stop, **kwargs)
-        output = tokens[:, context.shape[1] :]
         ends = self.model.generation_config.eos_token_id
         ends = {ends} if isinstance(ends, int) else set(ends or ())
-        self._cut_in_batch += [
-            len(row) >= max_length - context.shape[1]
-            and not ends.intersection(row)
-            and not any(word in self._answer(row) for word in stop)
-            for row in output.tolist()
-        ]
+
+        for prompt, output in zip(context.tolist(), tokens[:, context.shape[1] :].tolist(), strict=True):
+            reasons = self._may_reason and self._reader.reasons_after(prompt)
+            is_ended = not ends.isdisjoint(output) or self._reader.is_stopped(output, stop, reasons=reasons)
+            self._cut_in_batch.append(len(output) >= max_length - context.shape[1] and not is_ended)
+            self._answers_in_batch.append(self._reader.answer(output, stop, reasons=reasons))
         return tokens
 
-    def _answer(self, row: list[int]) -> str:
-        """The text of an output after its reasoning; all of it if that does not end, and nothing ends the answer."""
-        end = self.think_end_token
-        if isinstance(end, int):
-            row = row[len(row) - row[::-1].index(end) :] if end in row else []
-        text = str(self.tokenizer.decode(row))
-        return text.rpartition(end)[2] if isinstance(end, str) and end in text else "" if isinstance(end, str) else text
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        """See the harness, which decodes the outputs of a batch in their order: these have been read already."""
+        if skip_special_tokens and self._answers_in_batch:
+            return self._answers_in_batch.pop(0)
+        return str(super().tok_decode(tokens, skip_special_tokens=skip_special_tokens))

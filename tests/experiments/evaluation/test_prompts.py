@@ -160,12 +160,15 @@ def test_training_and_evaluation_begin_alike(
                 assert ids[: -len(answer)] == rendered["input_ids"]
 
 
-@pytest.mark.parametrize("end", ["</think>", "17"])
+@pytest.mark.parametrize("end", ["</think>", "</think>, special", "17"])
 def test_only_what_follows_the_reasoning_is_scored(
     byte_model: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """MGSM's answers end at a newline and the word for a question; reasoning may contain them."""
     tokenizer = templated(THINKING)
+    if end.endswith("special"):
+        tokenizer.add_tokens(["</think>"], special_tokens=True)
+    end = end.removesuffix(", special")
     mark = (
         "</think>" if end == "</think>" else tokenizer.convert_tokens_to_string([tokenizer.convert_ids_to_tokens(17)])
     )
@@ -185,7 +188,8 @@ def test_an_answer_that_never_left_its_reasoning_is_cut(
     tokenizer = templated(THINKING)
     _Scripted(monkeypatch, tokenizer, "Swali: it goes on and on and on")
     chosen = settings(enable_thinking=True, think_end_token="</think>", max_gen_toks=10)
-    assert evaluate(byte_model[0], tokenizer, TASK, chosen).samples[0].cut
+    (sample,) = evaluate(byte_model[0], tokenizer, TASK, chosen).samples
+    assert (sample.cut, sample.output) == (True, "")
 
 
 @pytest.mark.parametrize(
