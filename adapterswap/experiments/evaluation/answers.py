@@ -7,8 +7,8 @@ searched for in every text, because a model may answer in another language than 
 
 Numbers are written in the digits of every script, with the thousands separators and decimal marks of both conventions,
 minus signs, and words for dozens and powers of ten beside digits (27万6000, 70 হাজার, elfu 70, 70k). A number that is
-part of something larger (a calculation, fraction, range, list, date or time, `twice 9`, `more than 9`) is marked as
-such, and `not 9` is left out. Nothing is computed, and number words ("eighteen", 十八) are not read.
+part of something larger (a calculation, fraction, range, list, date or time, `twice 9`, `more than 9`, `x + 9`) is
+marked as such, and `not 9` is left out. Nothing is computed, and number words ("eighteen", 十八) are not read.
 """
 
 from __future__ import annotations
@@ -90,6 +90,22 @@ _AFTER = re.compile(
 )
 _SLASH = re.compile(" ?/")
 
+# Variables: one letter, such as those of x + 5 and 3n. Not those that are words, or begin one: "5 - a few", "C++ 5".
+_LETTER = "A-Za-zÀ-ɏͰ-ӿ"
+_X = f"(?<![{_LETTER}])[xyznXYZNα-ω](?![{_LETTER}])"
+_CONSONANT = f"(?<![{_LETTER}])[b-df-hj-np-tv-zXYZNα-ω](?![{_LETTER}])"
+_VARIABLE = f"(?:{_CONSONANT}|(?<![{_LETTER}])[aeiou](?![{_LETTER}])(?! [{_LETTER}]))"
+_SIGN = "[+*×÷·⋅∙^]"
+_AFTER_VARIABLE = re.compile(
+    rf"(?:{_VARIABLE}\)? ?{_SIGN} ?|{_CONSONANT}\)?(?: [-/<>≤≥] |[/<>≤≥])|{_X}-"
+    rf"|{_CONSONANT} ?{any_word(words.OPERATORS)} ?|(?<!\d){_X.removesuffix(f'(?![{_LETTER}])')})[{_CURRENCY}(]*$"
+)
+_BEFORE_VARIABLE = re.compile(
+    rf"[{_CURRENCY}%)\]]*(?: ?{_SIGN} ?\(?{_VARIABLE}| [-/] {_VARIABLE}|[-/]{_X}|/[ab](?![{_LETTER}])"
+    rf"|[^\d\n=.,;:!?()]{{0,24}} [+*×÷] {_VARIABLE}| ?{any_word(words.OPERATORS)} ?{_CONSONANT}"
+    rf"|[xyznXYZα-ω](?![{_LETTER}])(?! ?[\d{_CURRENCY}(])|\([^()\n=]{{0,20}}?{_VARIABLE}[^()\n=]{{0,20}}\))"
+)
+
 Role = Literal["answer", "term", "part"]
 
 
@@ -103,7 +119,7 @@ class Number:
         start: its position in the normalised text, without its sign.
         end: its end there, with its scale (万).
         role: `answer` for a number of its own; `term` for a part of a calculation, which may have a result; `part` for
-            a part of a fraction, range, list, date or time, or for a bound.
+            a part of a fraction, range, list, date, time or expression with a variable, or for a bound.
     """
 
     value: Decimal | None
@@ -294,11 +310,20 @@ def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
             continue
         if role == "answer" and cues:
             role = "part" if "part" in cues else "term"
+        if role == "answer" and _is_with_a_variable(text, number):
+            role = "part"
         with_roles.append(replace(number, role=role))
     for index, (left, right) in enumerate(pairwise(with_roles)):
         if left.role != "term" and right.role != "term" and _is_list(text, left, right):
             with_roles[index], with_roles[index + 1] = replace(left, role="part"), replace(right, role="part")
     return with_roles
+
+
+def _is_with_a_variable(text: str, number: Number) -> bool:
+    """Whether a number is a part of an expression with a variable: 5 in x + 5, 5x, 5/x, 3 in 3(x + 1)."""
+    if _BEFORE_VARIABLE.match(text, number.end):
+        return True
+    return _AFTER_VARIABLE.search(text[max(0, number.start - _WINDOW) : number.start]) is not None
 
 
 def _link(gap: str) -> Role | None:
@@ -377,7 +402,8 @@ _EQUALS = re.compile(rf"[=≈]|{any_word(EQUALS)}", re.IGNORECASE)
 _AND = re.compile(any_word(AND), re.IGNORECASE)
 _DIGIT = re.compile(r"\d")
 _WORD = re.compile(r"[^\W\d]")
-_ASIDE = re.compile(r"(?<!\\)\([^()\n=]*\)")  # (9 eggs at $2 each), but neither (9 * 2 = 18) nor LaTeX's \(18\)
+# (9 eggs at $2 each), but neither (9 * 2 = 18) nor LaTeX's \(18\), nor the brackets of 3(x + 1).
+_ASIDE = re.compile(rf"(?<!\\)(?!(?<=\d)\([^()\n=]*{_VARIABLE})\([^()\n=]*\)")
 _UNFINISHED = re.compile(r"(?:[=:(+×÷/-]|\d \*)\W*$")  # cut off before a result
 
 

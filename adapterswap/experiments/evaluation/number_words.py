@@ -10,7 +10,7 @@ import unicodedata
 
 OPERATORS = (
     "plus|minus|times|divided by|multiplied by|added to|subtracted from|less than|more than|of|out of|remainder",
-    "plus|minus|mal|geteilt durch|durch|Rest",
+    "plus|minus|weniger|mal|geteilt durch|durch|Rest",
     "más|menos|por|dividido (?:por|entre)",
     "plus|moins|fois|divisé par|multiplié par",
     "плюс|минус|умножить на|умноженное на|разделить на|делить на",
