@@ -70,7 +70,14 @@ class Parameter:
 
 
 SCALE = Parameter("scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda")
-DENSITY = Parameter("density", "share of ΔW to keep", 1.0, gt=0, le=1, required=True)
+DENSITY = Parameter(
+    "density",
+    "share of ΔW to keep: of n entries ⌊density · n⌋, or each with this chance where they are drawn",
+    1.0,
+    gt=0,
+    le=1,
+    required=True,
+)
 SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True)
 
 

@@ -151,10 +151,15 @@ class Composition(MethodPlain):
     task_weight: float = field(default=1.0, description="The task expert's weight wherever experts are blended.")
     language_weight: float = field(default=1.0, description="The language expert's weight in blends.")
     weights: Literal["equal", "magnitude"] = field(
-        default="equal", description="magnitude: weights are divided by each side's mean absolute ΔW."
+        default="equal",
+        description="magnitude: weights are divided by each side's mean absolute ΔW, one number over the rows of all "
+        "its modules.",
     )
     parameters: dict[str, Any] = field(
-        default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
+        default={},
+        validate_default=True,
+        description="The method's parameters, such as density, which keeps ⌊density · n⌋ of n entries. Absent: its "
+        "defaults.",
     )
     seed: int = field(default=0, ge=0, description="Seed of random methods such as dare_linear.")
     row_threshold: float | None = field(

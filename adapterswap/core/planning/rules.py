@@ -359,7 +359,9 @@ class Rule(MethodPlain):
         "code]}. A method treats each average as one expert.",
     )
     weights: Literal["magnitude"] | None = field(
-        default=None, description="magnitude: divide each expert's weight by its mean absolute ΔW. Absent: unchanged."
+        default=None,
+        description="magnitude: divide each expert's weight by its mean absolute ΔW, one number over the rows of all "
+        "its modules. Absent: unchanged.",
     )
     method: str = field(
         default="linear",
@@ -367,7 +369,10 @@ class Rule(MethodPlain):
         description=f"How a blend is computed: {', '.join(_BLENDS)}.",
     )
     parameters: dict[str, Any] = field(
-        default={}, validate_default=True, description="The method's parameters, such as density. Absent: its defaults."
+        default={},
+        validate_default=True,
+        description="The method's parameters, such as density, which keeps ⌊density · n⌋ of n entries. Absent: its "
+        "defaults.",
     )
     normalize: bool | None = field(
         default=None, description="Divide a blend's weights by their sum. Default: yes for linear and ties, else no."

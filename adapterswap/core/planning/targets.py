@@ -440,12 +440,13 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
         )
 
 
-@_of_slot("methods that need one matrix, on fused mixture-of-experts layers", Target.WEIGHTS)
+@_of_slot("methods other than weighted sums, on mixture-of-experts layers stored fused", Target.WEIGHTS)
 def _of_many_matrices(slot: Slot, f: Facts) -> Found:
     if slot.matrices > 1 and not slot.is_linear:
         yield Culprit(
-            f"{slot.name} holds the matrices of {slot.matrices} experts, but {slot.method} needs a single matrix",
-            "Use a weighted sum: layer_swap, soup or task_arithmetic",
+            f"{slot.name} is one tensor with the matrices of {slot.matrices} experts, but {slot.method} is computed "
+            "only on tensors that hold one matrix",
+            "Use a weighted sum (layer_swap, soup or task_arithmetic), or a base whose files hold each matrix singly",
             "method",
         )
 

@@ -387,7 +387,6 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         """The context and what follows it."""
         return super()._model_generate(context, max_length=max_length, stop=stop, **kwargs)
 
-
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         """See the harness. A text that ends the answer does not end the reasoning before it."""
         thinks = self.think_end_token is not None
