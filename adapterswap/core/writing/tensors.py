@@ -20,7 +20,6 @@ import numpy.typing as npt
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.writing.outputs import Layout, OutputTensor, header_bytes
 from adapterswap.kit.errors import ExpertError
-from adapterswap.kit.files.hashes import stated_hash
 from adapterswap.kit.files.numbers import Dtype, write_at
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 
@@ -113,7 +112,7 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     Those in `known` are not computed. By default these are the ones that the names of downloaded files state.
     """
     if known is None:
-        known = {name: stated_hash(adapter.file.path) or "" for name, adapter in plan.adapters.items()}
+        known = {name: adapter.file.stated_hash or "" for name, adapter in plan.adapters.items()}
 
     header, places = header_bytes((tensor.key, tensor.dtype, tensor.shape) for tensor in layout.tensors)
     targets = _copy_targets(plan, layout, places)

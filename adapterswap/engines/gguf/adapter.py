@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.model.sources import CONFIG
+from adapterswap.engines.gguf.header import read_gguf
 from adapterswap.kit.errors import ExpertError, NotFoundError, UnsupportedError, reason_of
 from adapterswap.kit.files.text import expand
 
@@ -169,10 +170,8 @@ class GgufAdapter:
 
 
 def _open(path: Path) -> GgufFile:
-    from adapterswap.engines.gguf.architectures import load_gguf
-
     try:
-        reader = load_gguf().GGUFReader(path)
+        reader = read_gguf(path)
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
         tensors = {
             tensor.name: (tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape)), tensor.data)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adapterswap.core.model.sources import Source
-from adapterswap.engines.gguf.architectures import load_gguf
+from adapterswap.engines.gguf.header import read_gguf
 from adapterswap.engines.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
 from adapterswap.engines.serving.pieces import PieceComposer
 from adapterswap.kit.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
@@ -173,7 +173,7 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
         )
     remedy = "Convert the base again with llama.cpp's convert_hf_to_gguf.py"
     try:
-        fields = load_gguf().GGUFReader(path).fields
+        fields = read_gguf(path).fields
         actual = str(fields["general.architecture"].contents())
         layers = int(fields[f"{actual}.block_count"].contents())
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
@@ -194,7 +194,7 @@ _EXACT_TYPES = {"F32", "F16", "BF16"}
 def rounding_of(gguf: str | Path) -> str | None:
     """What to know about the answers of a base whose weights are quantized; None if they are not."""
     sizes: dict[str, int] = {}
-    for tensor in load_gguf().GGUFReader(expand(gguf)).tensors:
+    for tensor in read_gguf(expand(gguf)).tensors:
         kind = tensor.tensor_type.name
         sizes[kind] = sizes.get(kind, 0) + int(tensor.n_elements)
     largest = max(sizes, key=sizes.__getitem__, default="F32")

@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 _MOST, _BLOCK = 64 * 2**20, 2**20  # bytes
-_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def stated_hash(path: Path) -> str | None:
-    """The SHA-256 that a downloaded file's name states, in hexadecimal; None for a file of any other kind.
-
-    The Hub's cache keeps a large file as `models--ORG--NAME/blobs/SHA256`, and its snapshots contain links to it.
-    """
-    blob = Path(os.path.realpath(path))
-    is_cached = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
-    return blob.name if is_cached and _SHA256.fullmatch(blob.name) else None
 
 
 def fingerprint(path: Path, *, most: int = _MOST, block: int = _BLOCK) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from adapterswap.kit.files.text import check_pointer, open_regular, shown
 # In bytes; the safetensors library's own limit is 100 MB, and 140,000 tensors with long names take 21 MB.
 _MAX_HEADER = 32 * 2**20
 _MAX_NAME = 500  # characters
+_SHA256 = re.compile("[0-9a-f]{64}")
 _REMEDY = "The file is damaged or not a safetensors file: download or save it again"
 
 
@@ -105,6 +107,16 @@ class TensorFile:
             _check_stamp(file, self)
             yield file
             _check_stamp(file, self)
+
+    @property
+    def stated_hash(self) -> str | None:
+        """The SHA-256 that a downloaded file's name states, in hexadecimal; None for a file of any other kind.
+
+        The Hub's cache keeps a large file as `models--ORG--NAME/blobs/SHA256`, and its snapshots contain links to it.
+        """
+        blob = Path(os.path.realpath(self.path))
+        is_cached = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
+        return blob.name if is_cached and _SHA256.fullmatch(blob.name) else None
 
     @staticmethod
     def read(path: str | Path) -> TensorFile:
