@@ -503,7 +503,10 @@ def hours(pairs: int) -> str:
 
     experts = MINUTES["math"] * (pairs - 1) + MINUTES["language"] * pairs * len(LANGUAGES)
     total = (experts + MINUTES["cell"] * len(cells)) / 60
-    return f"{pairs} pairs: {experts} minutes of training and {len(cells)} scores, {total:.1f} hours on one core"
+    return (
+        f"{pairs} pairs: {experts} minutes of training and {len(cells)} scores: {total:.1f} hours on one core, "
+        f"at least {total / 2:.1f} on two"
+    )
 
 
 def main() -> None:

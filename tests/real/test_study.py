@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tolerances import close
 from transformers import AutoModelForCausalLM
 
 import adapterswap as asw
+from adapterswap.cli import main
 
 from .conftest import EXAMPLE, EXPERTS, deltas, layer_of, logits, with_change
 
@@ -89,6 +91,20 @@ def test_every_row_is_the_composition_that_it_says(
     with composer.use(None if text == "base" else text):
         for ours, reference in zip(logits(composer.model, prompts), right, strict=True):
             close(ours, reference, depth=30)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("math-1", 264), ("spanish-0", 140)])
+def test_experts_can_be_trained(name: str, steps: int, base: Path, tmp_path: Path) -> None:
+    """The command's own account of the run: the rows, the steps, the layers."""
+    study = runpy.run_path(str(EXAMPLE / "study.py"))
+    recipe = study["recipe_of"](name, study["write_rows"](name, tmp_path), base, "cpu")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    command = ["train", str(tmp_path / "recipe.yaml"), "-o", str(tmp_path / "out"), "--dry-run", "--json"]
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
+    account = json.loads(result.stdout)
+    assert account["steps"] == steps
+    assert account["rows"]["train"] == {"math": 2100, "spanish": 5600}[name.partition("-")[0]]
 
 
 def test_scores_are_those_of_plain_loops(model: Any, tokenizer: Any) -> None:
