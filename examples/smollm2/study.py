@@ -161,6 +161,10 @@ BOTH_SKILLS = (
 """Rows of which English problems and translations are asked too."""
 
 
+SHIPPED = f"math-0+shipped@bottom={BOTTOM},top=0"
+"""The pair that is in the repository, which is described beside the plan."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """A composition of a pair on a test."""
@@ -271,6 +275,9 @@ class Study:
                     if not name.startswith("math"):
                         experts[f"{name}-moved"] = moved_expert(name, self.out)
 
+            if pair == 0:
+                experts["shipped"] = HERE / "experts" / "french"
+
             self._composers = {pair: LiveComposer.from_experts(model, experts)}
 
         return self._composers[pair]
@@ -327,6 +334,7 @@ def score_pairs(options: argparse.Namespace) -> Study:
         *(f"translations_{x}" for x in LANGUAGES),
     ]
 
+    study.run(0, [Cell(SHIPPED, f"new_{code}") for code in LANGUAGES if f"new_{code}" in wanted])
     study.run(0, development_cells())
     complete = all(cell.test in study.results.get(cell.composition, {}) for cell in development_cells())
     chosen = chosen_settings(study.results) if complete else {}
@@ -452,6 +460,26 @@ class Tables:
 
         return lines
 
+    def shipped(self) -> list[str]:
+        """The shipped pair's layer swap minus its math expert, by every metric."""
+        heads = [f"math, {NAMES[code]} | swap | swap − math" for code in LANGUAGES]
+        lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|---:|---:|" * len(LANGUAGES)]
+
+        for metric in METRICS:
+            cells = []
+            for language in LANGUAGES:
+                texts = [self.marks.get(name, {}).get(f"new_{language}") for name in ("math-0", SHIPPED)]
+                if None in texts:
+                    cells += ["–"] * 3
+                    continue
+                math, swap = (np.array([float(mark) for mark in text[metric]]) for text in texts if text)
+                cells += [short(math.mean()), short(swap.mean()), self.shown({0: swap - math})]
+
+            if set(cells) != {"–"}:
+                lines.append(f"| {metric} | {' | '.join(cells)} |")
+
+        return lines
+
     def both_skills(self) -> list[str]:
         """For each language: English readings of its sentences, math in English, and math in the language."""
         heads = [
@@ -476,7 +504,7 @@ class Tables:
 def tables(content: Mapping[str, Any]) -> list[list[str]]:
     """The tables of the fifth plan that have any numbers, as lines in Markdown."""
     made = Tables(content)
-    return [lines for lines in (made.rows(), made.questions(), made.both_skills()) if len(lines) > 2]
+    return [lines for lines in (made.rows(), made.questions(), made.both_skills(), made.shipped()) if len(lines) > 2]
 
 
 def signed(value: float) -> str:
