@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.model.layers import ModelConfig
-from adapterswap.engines.live.inventory import Inventory, factors, other_tensors, parameter_of, scale_of
+from adapterswap.engines.live.inventory import Inventory, factors, other_tensors, parameter_of
 from adapterswap.engines.live.switch import Switch, apply_switch, check_loaded
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 
@@ -38,7 +38,7 @@ class _Share:
     """One expert's part in a layer: its factors and the rows that use it.
 
     Attributes:
-        a, b: the factors, A (rank×in; for an embedding vocabulary×rank) and B (out×rank).
+        a, b: the factors, A (rank×in; for an embedding rank×vocabulary) and B (out×rank).
         rows: the rows: None for all of them, a slice if they are consecutive.
         factor: c·s; a tensor (rows, 1, 1) if it differs between rows.
         bias: the bias of B (out values), if it has one: the expert then adds c·s·(B·A·x + bias).
@@ -63,13 +63,17 @@ class Rows:
     def __init__(self, switches: Sequence[Switch], repeat: int = 1) -> None:
         self.switches = tuple(switch for switch in switches for _ in range(repeat))
         self._handles: list[Any] = []
+        self._adders: dict[str, _Adder] = {}
+        self._inventory: Inventory | None = None
+        self._changes = 0
 
     def apply(self, inventory: Inventory) -> None:
         """Switch all adapters off in PEFT's layers, and add hooks that compute each row's experts."""
         self.withdraw()
         for switch in self.switches:
             check_loaded(switch, inventory)
-        shares = {name: self._shares(name, layer) for name, layer in inventory.layers.items()}
+        self._inventory, self._changes = inventory, inventory.scales.changes
+        shares = {name: self._shares(name, layer, inventory) for name, layer in inventory.layers.items()}
         _check(inventory, shares, self.switches)
         apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
         base = inventory.model.get_base_model()
@@ -77,11 +81,13 @@ class Rows:
         for name, layer in inventory.layers.items():
             if shares[name]:
                 adder = _Adder(name, shares[name], None if name in inventory.other_parts else len(self.switches))
+                self._adders[name] = adder
                 self._handles.append(layer.register_forward_hook(adder))
 
     def withdraw(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._adders.clear()
 
     def _in_full(self, inventory: Inventory) -> Mapping[str, Mapping[str, float]]:
         """The modules trained in full, which must be the same for all rows."""
@@ -94,12 +100,15 @@ class Rows:
                 )
         return self.switches[0].in_full if self.switches else {}
 
-    def _shares(self, name: str, layer: Any) -> list[_Share]:
+    def _shares(self, name: str, layer: Any, inventory: Inventory) -> list[_Share]:
         by_expert: dict[str, dict[int, float]] = {}
         for row, switch in enumerate(self.switches):
             for expert, coefficient in switch.terms.get(name, {}).items():
                 by_expert.setdefault(expert, {})[row] = coefficient
-        return [_share(layer, expert, coefficients, len(self.switches)) for expert, coefficients in by_expert.items()]
+        return [
+            _share(layer, expert, inventory.scales.of(layer, expert), coefficients, len(self.switches))
+            for expert, coefficients in by_expert.items()
+        ]
 
     def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = [*args, *map(kwargs.get, _INPUTS)]
@@ -113,13 +122,22 @@ class Rows:
                 parameter="compositions",
             )
 
+        # A hot swap, or another call of PEFT's, may have changed scales since.
+        inventory = self._inventory
+        if inventory is None:
+            return
+        inventory.scales.read(inventory.layers, inventory.model.peft_config)
+        if inventory.scales.changes != self._changes:
+            self._changes = inventory.scales.changes
+            for name, adder in self._adders.items():
+                adder.shares = self._shares(name, inventory.layers[name], inventory)
 
-def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: int) -> _Share:
+
+def _share(layer: Any, expert: str, scale: float, coefficients: Mapping[int, float], count: int) -> _Share:
     import torch
 
     tensors = factors(layer, expert)
     assert tensors is not None  # the switch was made from the loaded adapters
-    scale = scale_of(layer, expert)
     embed_scale = getattr(layer.get_base_layer(), "embed_scale", None) if tensors.embedding else None
     if embed_scale is not None:  # Gemma's embeddings are multiplied by a constant, and so is what LoRA adds to them
         scale *= float(embed_scale)
@@ -132,8 +150,9 @@ def _share(layer: Any, expert: str, coefficients: Mapping[int, float], count: in
     factor: float | torch.Tensor = values[0]
     if len(set(values)) > 1:
         factor = torch.tensor(values, device=tensors.b.device, dtype=tensors.b.dtype).reshape(-1, 1, 1)
-    a = tensors.a.T if tensors.embedding else tensors.a
-    return _Share(a, tensors.b, tensors.embedding, index, factor, other_tensors(layer, expert).get("lora_B.bias"))
+    return _Share(
+        tensors.a, tensors.b, tensors.embedding, index, factor, other_tensors(layer, expert).get("lora_B.bias")
+    )
 
 
 def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switches: Sequence[Switch]) -> None:
@@ -199,7 +218,7 @@ class _Adder:
             result, x = result.view(self.count, -1, shape[-1]), x.reshape(self.count, -1, x.shape[-1])
         for share in self.shares:
             part = x if share.rows is None else x[share.rows]
-            low = embedding(part, share.a) if share.embedding else linear(part.to(share.a.dtype), share.a)
+            low = embedding(part, share.a.T) if share.embedding else linear(part.to(share.a.dtype), share.a)
             alpha = 1.0
             if isinstance(share.factor, float):
                 alpha = share.factor

@@ -6,26 +6,42 @@ the same bytes as one composed from files. Otherwise PEFT saves the expert first
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter, open_adapter
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import OpaqueModule, Part
 from adapterswap.core.model.layers import Depth
+from adapterswap.core.model.sources import CONFIG, WEIGHTS
 from adapterswap.core.planning.checks import check_names
 from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.depth import least_depth
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE, Rule
-from adapterswap.engines.live.inventory import Inventory, LoadedFrom, Versions, factors, is_unloaded, other_tensors
+from adapterswap.core.writing.peft_config import Shape, adapter_config
+from adapterswap.engines.live.inventory import (
+    Inventory,
+    LoadedFactors,
+    LoadedFrom,
+    check_in_memory,
+    factors,
+    is_unloaded,
+    other_tensors,
+    own_factors,
+)
+from adapterswap.engines.live.scales import SAME, Scales
 from adapterswap.engines.live.switch import Switch, make_switch
 from adapterswap.kit.errors import AdapterswapError, CompositionError, Problems, check_type
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.tensorfile import Tensor, open_files
+from adapterswap.kit.files.text import read_json, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +55,11 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
     Args:
         plan: a plan of loaded experts.
         inventory: what is loaded.
+
+    Raises:
+        UnsupportedError: the model was offloaded after its adapters were loaded.
     """
+    check_in_memory(inventory.model.get_base_model())
     with ExitStack() as stack:
         experts = {}
         for name, file in plan.adapters.items():
@@ -62,9 +82,9 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
     saved = {module: wrapper for module, wrapper in inventory.in_full.items() if name in wrapper.modules_to_save}
     if loaded.keys() != file.factors.keys() or saved.keys() != file.saved.keys():
         return False
-    for module, layer in loaded.items():
-        part = file.factors[module]
-        if (part.rank, part.alpha, part.rslora) != (layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]):
+    for module in loaded:
+        part, shape = file.factors[module], inventory.shape(module, name)
+        if shape is None or part.rank != shape.rank or not math.isclose(part.scale, shape.scale, rel_tol=SAME):
             return False
     try:
         with open_files([file.file]) as files:
@@ -80,7 +100,7 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
 
 def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
     """The tensors of an adapted module in the file, each with its tensor in the model; None if there is none."""
-    loaded = factors(layer, name)
+    loaded = own_factors(layer, name)
     pairs: list[tuple[Tensor, Any]] = []
     if part.lora is not None:
         pairs = [(part.lora.a, loaded and loaded.a), (part.lora.b, loaded and loaded.b)]
@@ -106,8 +126,49 @@ def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
             # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
             warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
             inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
-        folder = place / name
-        yield open_adapter(folder if folder.is_dir() else place)
+        folder = place / name if (place / name).is_dir() else place
+        _correct_ranks(folder, name, inventory)
+        yield open_adapter(folder)
+
+
+def _correct_ranks(folder: Path, name: str, inventory: Inventory) -> None:
+    """Give a saved adapter the ranks and scales that the model computes with.
+
+    PEFT writes those of the config that it loaded first. Hot swaps and `set_scale` do not change that config, and
+    `prepare_model_for_compiled_hotswap` pads the factors beyond its ranks.
+    """
+    from safetensors.torch import load_file, save_file
+
+    shapes: dict[str, Shape] = {}
+    padded: dict[str, LoadedFactors] = {}
+    is_kept = True
+    rslora = False
+    for module, layer in inventory.layers.items():
+        shape = inventory.shape(module, name)
+        if shape is None:
+            continue
+        shapes[module] = shape
+        rslora = layer.use_rslora[name]
+        is_kept = is_kept and shape == Shape.of_alpha(layer.r[name], layer.lora_alpha[name], rslora)
+
+        loaded, own = factors(layer, name), own_factors(layer, name)
+        if loaded is not None and own is not None and loaded.rank != own.rank:
+            padded[module] = own
+    if is_kept and not padded:
+        return
+
+    config = read_json(folder / CONFIG)
+    corrected = adapter_config(
+        shapes, rslora=rslora, base_model=None, revision=None, task_type=None, fan_in_fan_out=False, tied=False
+    )
+    config |= {key: corrected[key] for key in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")}
+    write_json(folder / CONFIG, config)
+
+    tensors = load_file(folder / WEIGHTS)
+    for module, own in padded.items():
+        a, b = ModuleKeys(module).factors(embedding=False)
+        tensors |= {a: own.a.detach().contiguous(), b: own.b.detach().contiguous()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
 Composable = str | Composition | Plan | None
@@ -120,23 +181,36 @@ class Catalogue:
 
     Attributes:
         inventory: what is loaded, as of the last `refresh`.
+        scales: the adapters' own scales, likewise.
     """
 
     def __init__(self, model: PeftModel) -> None:
-        self.inventory = Inventory(model, {})
+        self.scales = Scales.in_model(model)
+        self.inventory = Inventory(model, {}, self.scales)
+        self.scales.read(self.inventory.layers, model.peft_config)
+        self._changes = self.scales.changes
         self._model = model
         self._origins: dict[str, LoadedFrom] = {}
-        self._switches: dict[str, tuple[Switch, Versions | None]] = {}  # None if no tensor decides a coefficient
+        self._switches: dict[str, tuple[Switch, bytes | None]] = {}  # None if no tensor decides a coefficient
 
     def add(self, name: str, adapter: Adapter) -> None:
         """Note that the adapter `name` in the model was loaded from `adapter`."""
         self._origins[name] = LoadedFrom(adapter, self._model.peft_config[name])
         self._look()
+        self.refresh()
 
     def refresh(self) -> None:
-        """Update the inventory if adapters were loaded, deleted or unloaded since; raises the errors of `Inventory`."""
+        """Take over what has happened since: adapters that were loaded, deleted, unloaded or swapped, other scales.
+
+        Raises the errors of `Inventory`.
+        """
         if is_unloaded(self._model) or self.inventory.is_stale:
             self._look()
+        self.scales.read(self.inventory.layers, self._model.peft_config)
+        if self.scales.changes != self._changes:
+            self._changes = self.scales.changes
+            self.inventory.forget()
+            self._switches.clear()
 
     def switch(self, composition: Composable) -> Switch:
         """The settings for a composition, remembered for names and `Composition`s."""
@@ -152,16 +226,18 @@ class Catalogue:
             return make_switch(composition, self.inventory)
         key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
         remembered = self._switches.get(key)
-        if remembered is not None and remembered[1] in (None, self.inventory.versions(remembered[0].experts)):
-            return remembered[0]
+        if remembered is not None:
+            switch, content = remembered
+            if content is None or content == self.inventory.content(switch.experts):
+                return switch
         while len(self._switches) >= _REMEMBERED:
             self._switches.pop(next(iter(self._switches)))
         switch, by_tensors = self._make(self._parse(composition))
-        self._switches[key] = switch, self.inventory.versions(switch.experts) if by_tensors else None
+        self._switches[key] = switch, self.inventory.content(switch.experts) if by_tensors else None
         return switch
 
     def _look(self) -> None:
-        self.inventory = Inventory(self._model, self._origins)
+        self.inventory = Inventory(self._model, self._origins, self.scales)
         self._switches.clear()
 
     def _parse(self, composition: str | Composition | None) -> Composition | None:

@@ -97,7 +97,7 @@ class Session:
 
     def set(self, wanted: Switch | Rows) -> None:
         """Compute `wanted` from now on. If that fails, restore what was computed before."""
-        self._catalogue.refresh()
+        self.refresh()
         if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
             raise UnsupportedError("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if self.pin is not None and isinstance(wanted, Switch):
@@ -115,16 +115,40 @@ class Session:
                 self._apply(before)
             raise
 
+    def refresh(self) -> None:
+        """Take over what has changed in the model since; leave the composition if something disturbed it.
+
+        Raises:
+            UnsupportedError: a scale was changed where it is not known what that means; see `Scales`.
+        """
+        self._catalogue.refresh()
+        try:
+            self._catalogue.scales.check()
+        except UnsupportedError:
+            self.reset()
+            raise
+
     def reset(self) -> None:
-        """Restore the state before any composition. A model without its LoRA layers is not changed."""
+        """Restore the state before any composition. A model without its LoRA layers is not changed.
+
+        Raises:
+            UnsupportedError: as for `refresh`, after the state was restored.
+        """
+        scales = self._catalogue.scales
         baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
         if isinstance(self.active, Rows):
             self.active.withdraw()
         self.active = None
         if guard is not None:
             guard.remove()
-        if baseline is not None and not is_unloaded(self._model):
-            baseline.restore()
+        if baseline is None or is_unloaded(self._model):
+            return
+
+        self._catalogue.refresh()
+        if self.pin is not None:
+            self.pin.release(scales)
+        baseline.restore(scales)
+        scales.check()
 
     @contextmanager
     def using(self, wanted: Switch | Rows) -> Iterator[None]:
@@ -146,8 +170,8 @@ class Session:
             self.set(Switch())
             yield
         finally:
-            self.pin = None
             self.reset()
+            self.pin = None
 
     def _return_to(self, before: Switch | Rows | None) -> None:
         if before is None or is_unloaded(self._model):
@@ -193,9 +217,10 @@ class LiveComposer:
     active before. `save_pretrained` writes the experts; `save` writes the composition. Use one composer per model, from
     one thread at a time.
 
-    Magnitude weights are measured again after an adapter's factors were written to, as an optimizer does. Writes into
-    `parameter.data` leave no trace: make a new composer after them. PEFT's `hotswap_adapter` keeps the α of the adapter
-    that it replaces, and so do compositions: load adapters under names of their own.
+    What PEFT changes in a loaded adapter counts in the next composition: factors, and the scale in `layer.scaling`
+    (`hotswap_adapter`, `set_scale`, `scale_layer`). Magnitude weights are measured again. While a composition is
+    active, such a change counts at once where the composition uses the whole adapter. Where it uses a share of it,
+    the next call, or the end of the block, raises `UnsupportedError`.
 
     Args:
         model: a PeftModel with the experts loaded under the names that compositions use.
@@ -205,6 +230,7 @@ class LiveComposer:
 
     Raises:
         ArgumentError: the model is not a PeftModel, or has no LoRA layers.
+        UnsupportedError: weights of the model are not in memory (offloaded).
     """
 
     def __init__(self, model: PeftModel) -> None:
@@ -380,6 +406,7 @@ class LiveComposer:
         files = [adapter.file.path for adapter in self.plan.adapters.values()]
         inputs = [path.parent for path in files if path.is_file()]  # whether they are read or not
         COMPOSED.check(out_path, overwrite=overwrite, inputs=inputs)
+        self._session.refresh()
         with plan_on_disk(self.plan, self._catalogue.inventory) as plan:
             return write_adapter(
                 plan, out_path, layout=layout, max_rank=max_rank, max_error=max_error, overwrite=overwrite

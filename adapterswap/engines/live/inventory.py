@@ -7,22 +7,26 @@ module costs nothing. For an average, one more copy is made and filled again at 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.config import AdapterConfig, scale
+from adapterswap.core.experts.config import AdapterConfig
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.layers import ModelConfig, ModuleName, NumLayers, layer_container
 from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target
+from adapterswap.core.writing.peft_config import Shape
+from adapterswap.engines.live.scales import SAME, Scales
 from adapterswap.kit.errors import ArgumentError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile
 
@@ -32,9 +36,6 @@ if TYPE_CHECKING:
 
 _AVERAGE = "__adapterswap_average__"  # the name of the additional copy in PEFT's wrapper
 _ELEMENTS = 2**22  # to average at a time
-
-Versions = list[tuple[int, int]]
-"""See `Inventory.versions`."""
 
 
 def find_wrappers(model: Any) -> dict[str, Any]:
@@ -130,6 +131,7 @@ def _blocks(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 _INNER = re.compile(r"(\.base_layer)+$")
+_INNER_NAMES = re.compile(r"(\.base_layer|\.original_module)+\.")
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,12 @@ class LoadedFactors:
     a: torch.Tensor
     b: torch.Tensor
     embedding: bool
+    experts: int = 1
+
+    @property
+    def rank(self) -> int:
+        """The rank, which is that of each expert's factors in a fused parameter."""
+        return self.a.shape[0] // self.experts
 
 
 def factors(layer: Any, name: str) -> LoadedFactors | None:
@@ -154,8 +162,23 @@ def factors(layer: Any, name: str) -> LoadedFactors | None:
     if name in layer.lora_embedding_A:
         return LoadedFactors(layer.lora_embedding_A[name], layer.lora_embedding_B[name], True)
     if name in layer.lora_A:
-        return LoadedFactors(layer.lora_A[name].weight, layer.lora_B[name].weight, False)
+        experts = getattr(layer, "num_experts", 1)
+        return LoadedFactors(layer.lora_A[name].weight, layer.lora_B[name].weight, False, experts)
     return None
+
+
+def own_factors(layer: Any, name: str) -> LoadedFactors | None:
+    """The factors without zeros that `prepare_model_for_compiled_hotswap` added to reach its target rank."""
+    loaded = factors(layer, name)
+    if loaded is None or loaded.embedding or loaded.a.dim() != 2 or parameter_of(layer) is not None:
+        return loaded
+    if loaded.rank <= layer.r[name]:
+        return loaded
+
+    is_used = (loaded.a.detach() != 0).any(dim=1) | (loaded.b.detach() != 0).any(dim=0)
+    last = int(is_used.nonzero().max()) + 1 if is_used.any() else 0
+    rank = max(last, layer.r[name])
+    return replace(loaded, a=loaded.a[:rank], b=loaded.b[:, :rank])
 
 
 def other_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
@@ -166,11 +189,6 @@ def other_tensors(layer: Any, name: str) -> dict[str, torch.Tensor]:
     if name in layer.lora_B and layer.lora_B[name].bias is not None:
         tensors["lora_B.bias"] = layer.lora_B[name].bias
     return tensors
-
-
-def scale_of(layer: Any, name: str) -> float:
-    """An adapter's own scale s at a LoRA layer, whatever its scaling is set to at the moment."""
-    return scale(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
 
 
 def find_layers(model: PeftModel) -> dict[str, Any]:
@@ -204,6 +222,23 @@ def is_unloaded(model: PeftModel) -> bool:
     return not hasattr(model.get_base_model(), "peft_config")
 
 
+def check_in_memory(model: Any) -> None:
+    """Raise `UnsupportedError` if a weight of the model is not in memory.
+
+    accelerate keeps offloaded weights elsewhere and puts meta tensors in their place. PEFT fails on these, or loads
+    adapters into them that compute something else.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedError(
+                f"The model's weights are not all in memory: {_INNER_NAMES.sub('.', name)} is on the device meta, as "
+                "accelerate's offloading to the CPU or to disk leaves it",
+                "Load the model without offloading, in fewer bits if memory is short. Or write full weights with "
+                "`adapterswap merge`, which needs little memory, and offload those",
+                parameter="model",
+            )
+
+
 def layers_of_base(model: Any) -> NumLayers | None:
     """The number of layers of a transformers model, from its config; None if the config does not give it."""
     config: Any = getattr(model, "config", None)
@@ -220,6 +255,7 @@ class Inventory:
 
     Attributes:
         model: the model.
+        scales: the adapters' own scales in it.
         layers: the LoRA layers by their module's full name.
         in_full: PEFT's wrappers of modules that any adapter trained in full (`modules_to_save`), likewise.
         wrappers: these wrappers, and PEFT's wrappers of trainable tokens.
@@ -227,7 +263,7 @@ class Inventory:
             themselves are not kept, because loading may replace them.
     """
 
-    def __init__(self, model: PeftModel, origins: Mapping[str, LoadedFrom]) -> None:
+    def __init__(self, model: PeftModel, origins: Mapping[str, LoadedFrom], scales: Scales) -> None:
         from peft import PeftModel
         from peft.utils import AuxiliaryTrainingWrapper
 
@@ -239,9 +275,11 @@ class Inventory:
         if is_unloaded(model):
             raise ArgumentError("The model's adapters were unloaded or merged into it", remedy, parameter="model")
         self.model = model
+        self.scales = scales
         self.layers = find_layers(model)
         if not self.layers:
             raise ArgumentError("The model has no LoRA layers", remedy, parameter="model")
+        check_in_memory(model.get_base_model())
         self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [
@@ -255,6 +293,10 @@ class Inventory:
         self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
         self._experts: dict[str, Adapter] = {}
 
+    def forget(self) -> None:
+        """Describe the experts anew when they are needed: their scales or ranks were changed."""
+        self._experts.clear()
+
     @property
     def is_stale(self) -> bool:
         """Whether adapters were added or deleted since."""
@@ -267,11 +309,30 @@ class Inventory:
     def names(self) -> tuple[str, ...]:
         return tuple(self._configs)
 
-    def versions(self, names: Collection[str]) -> Versions:
-        """The places of these adapters' factors in memory, and how often each was written to."""
-        pairs = (factors(layer, name) for layer in self.layers.values() for name in names)
-        tensors = [tensor for pair in pairs if pair is not None for tensor in (pair.a, pair.b)]
-        return [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+    def content(self, names: Collection[str]) -> bytes:
+        """A digest of all tensors of these adapters, by their bits.
+
+        Writes into `parameter.data`, such as those of a hot swap, change neither a tensor's version nor its place.
+        """
+        import torch
+
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = []
+        for tensor in self._tensors(names):
+            rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+            bits = rows.contiguous().view(integers[tensor.element_size()])
+            sums += [bits.sum(dim=0).cpu(), bits.sum(dim=1).cpu()]
+        return sha256(torch.cat(sums).numpy().tobytes()).digest() if sums else b""
+
+    def _tensors(self, names: Collection[str]) -> Iterator[torch.Tensor]:
+        for name in names:
+            for layer in self.layers.values():
+                pair = factors(layer, name)
+                if pair is not None:
+                    yield from (pair.a, pair.b, *other_tensors(layer, name).values())
+            for wrapper in self.in_full.values():
+                if name in wrapper.modules_to_save:
+                    yield from wrapper.modules_to_save[name].state_dict().values()
 
     @cached_property
     def num_layers(self) -> NumLayers | None:
@@ -300,10 +361,40 @@ class Inventory:
             if name in self._configs:
                 with problems.collect():
                     if name not in self._experts:
-                        self._experts[name] = self.origin(name) or self._describe(name)
+                        self._experts[name] = self._as_expert(name)
                     loaded[name] = self._experts[name]
         problems.raise_if_any()
         return _of_one_base(loaded)
+
+    def _as_expert(self, name: str) -> Adapter:
+        """The adapter that was loaded, or what the model has if its ranks or scales were changed since."""
+        origin = self.origin(name)
+        if origin is None:
+            return self._describe(name)
+
+        for module, part in origin.factors.items():
+            layer = self.layers.get(module)
+            loaded = None if layer is None else own_factors(layer, name)
+            is_same = loaded is not None and loaded.rank == part.rank
+            if not is_same or not math.isclose(self.scales.of(layer, name), part.scale, rel_tol=SAME):
+                return replace(self._describe(name), kept_layers=origin.kept_layers)
+        return origin
+
+    def shape(self, module: str, name: str) -> Shape | None:
+        """The rank, alpha and scale with which an adapter is computed at a layer; None if it has no factors there.
+
+        Alpha is the one that PEFT keeps, unless another scale or rank was set since.
+        """
+        layer = self.layers[module]
+        loaded = own_factors(layer, name)
+        if loaded is None:
+            return None
+
+        kept = Shape.of_alpha(layer.r[name], layer.lora_alpha[name], layer.use_rslora[name])
+        scale = self.scales.of(layer, name)
+        if loaded.rank == kept.rank and math.isclose(scale, kept.scale, rel_tol=SAME):
+            return kept
+        return Shape.of_scale(loaded.rank, layer.use_rslora[name], scale)
 
     def _describe(self, name: str) -> Adapter:
         config = self._read_config(name)
@@ -328,25 +419,24 @@ class Inventory:
         container = layer_container([*layers, *saved_modules])
         parts: list[Part] = []
         for module, layer in layers.items():
-            tensors = factors(layer, name)
-            if tensors is None or tensors.a.dim() != 2:
+            tensors, shape = own_factors(layer, name), self.shape(module, name)
+            if tensors is None or shape is None or tensors.a.dim() != 2:
                 problems.add(f"The adapter {name!r} at {module} is not a pair of matrices", retrain)
             elif name in layer.lora_variant and not config.dora:
                 problems.add(f"The adapter {name!r} at {module} is an unknown variant of LoRA", retrain)
             else:
-                rank, alpha, rslora = layer.r[name], layer.lora_alpha[name], layer.use_rslora[name]
                 lora = LoraModule(
                     name=module,
                     layer=ModuleName(module).layer(container),
-                    rank=rank,
-                    alpha=alpha,
-                    rslora=rslora,
-                    scale=scale_of(layer, name),
+                    rank=shape.rank,
+                    alpha=shape.alpha,
+                    rslora=layer.use_rslora[name],
+                    scale=shape.scale,
                     a=_placeless(f"{module}.A", tensors.a),
                     b=_placeless(f"{module}.B", tensors.b),
                     embedding=tensors.embedding,
                     parameter=parameter_of(layer) is not None,
-                    experts=getattr(layer, "num_experts", 1),
+                    experts=tensors.experts,
                 )
                 extra = {part: _placeless(f"{module}.{part}", t) for part, t in other_tensors(layer, name).items()}
                 settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}

@@ -32,7 +32,14 @@ from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target, clash
 from adapterswap.core.writing.copies import Comparable
-from adapterswap.engines.live.inventory import factors, find_layers, find_wrappers, layers_of_base, match_dtypes
+from adapterswap.engines.live.inventory import (
+    check_in_memory,
+    factors,
+    find_layers,
+    find_wrappers,
+    layers_of_base,
+    match_dtypes,
+)
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -166,7 +173,7 @@ def load_expert(
         ExpertError: the expert is damaged, does not fit the model or carries a copy of another base's weight.
         NotFoundError: the expert does not exist.
         ArgumentError: the name is taken or cannot be used, or the expert has no such layers.
-        UnsupportedError: the expert is of a kind that cannot be composed.
+        UnsupportedError: the expert is of a kind that cannot be composed, or the model is offloaded.
     """
     try:
         adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
@@ -175,6 +182,7 @@ def load_expert(
     Target.LIVE.check_expert(adapter, f"the expert {name!r}")
     _check_base(adapter, name, model)
     base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    check_in_memory(base)
     adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
     part = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))

@@ -14,11 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.layers import Depth
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.resolution import Resolved
-from adapterswap.engines.live.inventory import Inventory, factors, forget_average, parameter_of, scale_of, use_in_full
+from adapterswap.engines.live.inventory import (
+    Inventory,
+    factors,
+    forget_average,
+    own_factors,
+    parameter_of,
+    use_in_full,
+)
+from adapterswap.engines.live.scales import SAME, Scales
 from adapterswap.kit.errors import CompositionError, Problems, UnsupportedError
 
 if TYPE_CHECKING:
@@ -71,7 +80,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
                 is_loaded = wrapper is not None and term.expert in wrapper.modules_to_save
                 mismatch = None if is_loaded else "is not loaded"
             else:
-                mismatch = _mismatch(inventory.layers.get(slot.name), term.expert, term.lora.rank, term.lora.scale)
+                mismatch = _mismatch(inventory, slot.name, term.expert, term.lora)
             if mismatch is not None:
                 problems.add(
                     f"The adapter {term.expert!r} {mismatch} at {slot.name}",
@@ -89,14 +98,20 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
     return Switch(plan, terms[False], terms[True])
 
 
-def _mismatch(layer: Any, expert: str, rank: int, scale: float) -> str | None:
-    """How the adapter at a layer differs from the plan's expert, as far as PEFT's settings show."""
-    if layer is None or expert not in layer.r:
+def _mismatch(inventory: Inventory, module: str, expert: str, planned: LoraModule) -> str | None:
+    """How the adapter at a layer differs from the plan's expert, as far as ranks and scales show."""
+    layer = inventory.layers.get(module)
+    loaded = None if layer is None else own_factors(layer, expert)
+    if loaded is None:
         return "is not loaded"
-    if layer.r[expert] != rank:
-        return f"has rank {layer.r[expert]} in the model, and {rank} in the plan"
-    if not math.isclose(scale_of(layer, expert), scale, rel_tol=1e-9):
-        return f"has the scale {scale_of(layer, expert):g} in the model, and {scale:g} in the plan"
+
+    rank = loaded.rank
+    if rank != planned.rank:
+        return f"has rank {rank} in the model, and {planned.rank} in the plan"
+
+    scale = inventory.scales.of(layer, expert)
+    if not math.isclose(scale, planned.scale, rel_tol=SAME):
+        return f"has the scale {scale:g} in the model, and {planned.scale:g} in the plan"
     return None
 
 
@@ -104,12 +119,10 @@ def apply_switch(switch: Switch, inventory: Inventory) -> None:
     """Set every layer's active adapters and scalings. Layers that are already right are not changed."""
     check_loaded(switch, inventory)
     for module, layer in inventory.layers.items():
-        terms = switch.terms.get(module, {})
-        active = list(terms)
+        active = list(switch.terms.get(module, ()))
         if layer.active_adapters != active:
             layer.set_adapter(active, inference_mode=True)
-        for name, coefficient in terms.items():
-            layer.set_scale(name, coefficient)  # absolute, and aware of rsLoRA; `scale_layer` would multiply
+    inventory.scales.apply((inventory.layers[module], terms) for module, terms in switch.terms.items())
     apply_in_full(switch, inventory)
 
 
@@ -142,16 +155,17 @@ def unmerge(layers: Iterable[Any]) -> None:
 
 
 class InitialState:
-    """The adapters' state before any composition: active lists, scalings, which parameters are trainable.
+    """The adapters' state before any composition: active lists, coefficients, which parameters are trainable.
 
     Recording it freezes the adapters, so no composition makes anything trainable.
     """
 
     def __init__(self, inventory: Inventory) -> None:
         self._active: dict[Any, Any] = {}
-        self._scaling: dict[Any, dict[str, Any]] = {}
+        self._layers: set[Any] = set()
         self._trainable: dict[tuple[Any, str], bool] = {}
         self._in_full: set[Any] = set()
+        self._scaled = dict(inventory.scales.scaled)  # another composer's composition may be active
         self.extend(inventory)
         for (module, name), trainable in self._trainable.items():
             if trainable:
@@ -161,9 +175,7 @@ class InitialState:
         """Record the state of adapters that were loaded since. Earlier records stay."""
         for layer in inventory.layers.values():
             self._active.setdefault(layer, layer.active_adapter)
-            scalings = self._scaling.setdefault(layer, {})
-            for name, scaling in layer.scaling.items():
-                scalings.setdefault(name, scaling)
+            self._layers.add(layer)
         for wrapper in inventory.wrappers:
             self._active.setdefault(wrapper, wrapper.active_adapter)
         self._in_full.update(inventory.in_full.values())
@@ -179,16 +191,15 @@ class InitialState:
         for wrapper in self._in_full:
             wrapper.requires_grad_(False)
 
-    def restore(self) -> None:
+    def restore(self, scales: Scales) -> None:
         """Restore everything. Adapters merged since are unmerged first, as PEFT does when it switches."""
-        unmerge(self._scaling)
+        unmerge(self._layers)
         for wrapper in self._in_full:
             forget_average(wrapper)
         for module, active in self._active.items():
             if module.active_adapter != active:
                 module.set_adapter(active, inference_mode=True)
-        for layer, scaling in self._scaling.items():
-            layer.scaling.update({name: value for name, value in scaling.items() if name in layer.scaling})
+        scales.restore(self._scaled)
         for (module, name), trainable in self._trainable.items():
             if (parameter := getattr(module, name)).requires_grad != trainable:
                 parameter.requires_grad_(trainable)
@@ -203,9 +214,10 @@ class Pin:
 
     def __init__(self, experts: Sequence[str]) -> None:
         self.experts = tuple(experts)
-        self._slots: dict[tuple[str, str], tuple[torch.device, int, float]] = {}
+        self._slots: dict[tuple[str, str], tuple[torch.device, int]] = {}
         self._vectors: dict[torch.device, torch.Tensor] = {}
         self._layers: dict[str, Any] = {}
+        self._former: dict[tuple[Any, str], Any] = {}  # by layer and expert: what held the scaling before
 
     def check(self, switch: Switch) -> None:
         """Raise `CompositionError` if a switch needs an expert that is not pinned."""
@@ -222,20 +234,30 @@ class Pin:
         """Fill the scalings: c·s with the switch's coefficients c, and 0 where an expert is not used."""
         import torch
 
+        scales = inventory.scales
         if inventory.layers != self._layers:
-            self._prepare(inventory.layers)
+            self._prepare(inventory.layers, scales)
         for layer in inventory.layers.values():
             active = [name for name in self.experts if name in layer.scaling]
             if layer.active_adapters != active:
                 layer.set_adapter(active, inference_mode=True)
         values = {device: [0.0] * len(vector) for device, vector in self._vectors.items()}
-        for (module, name), (device, slot, scale) in self._slots.items():
-            values[device][slot] = scale * switch.terms.get(module, {}).get(name, 0.0)
+        coefficients = []
+        for (module, name), (device, slot) in self._slots.items():
+            layer, coefficient = inventory.layers[module], switch.terms.get(module, {}).get(name, 0.0)
+            values[device][slot] = coefficient * scales.of(layer, name)
+            coefficients.append((layer, name, coefficient))
         for device, vector in self._vectors.items():
             vector.copy_(torch.tensor(values[device]))
+        scales.note_filled(coefficients)
         apply_in_full(switch, inventory)
 
-    def _prepare(self, layers: Mapping[str, Any]) -> None:
+    def release(self, scales: Scales) -> None:
+        """Put the scalings back into what held them before."""
+        scales.hold((layer, name, scaling) for (layer, name), scaling in self._former.items() if name in layer.scaling)
+        self._layers, self._former = {}, {}
+
+    def _prepare(self, layers: Mapping[str, Any], scales: Scales) -> None:
         import torch
 
         if (fused := next((name for name, layer in layers.items() if parameter_of(layer)), None)) is not None:
@@ -257,8 +279,9 @@ class Pin:
                 if (tensors := factors(layer, name)) is not None:
                     device = tensors.b.device
                     slot = counts.get(device, 0)
-                    self._slots[module, name] = (device, slot, scale_of(layer, name))
+                    self._slots[module, name] = (device, slot)
+                    self._former.setdefault((layer, name), layer.scaling[name])
                     counts[device] = slot + 1
         self._vectors = {device: torch.zeros(count, device=device) for device, count in counts.items()}
-        for (module, name), (device, slot, _) in self._slots.items():
-            layers[module].scaling[name] = self._vectors[device][slot]
+        views = [(layers[module], name, self._vectors[d][slot]) for (module, name), (d, slot) in self._slots.items()]
+        scales.hold(views)
