@@ -222,13 +222,15 @@ def convert_command(
     dtype: Dtype | None = None,
     names: Literal["transformers4", "transformers5"] | None = None,
     layout: Literal["exact", "portable"] = "exact",
+    format: Literal["peft", "mlx"] = "peft",
     max_error: Share | None = None,
     result: Result,
 ) -> None:
-    """Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.
+    """Convert an adapter: other names, layout or dtype, another kind to rsLoRA, from mlx-lm or for it.
 
-    ADAPTER is a PEFT adapter (a folder or Hub id). A LoRA keeps its ΔW. PEFT loads other kinds (DoRA, LoHa, LoKr, OFT,
-    (IA)³, …) into their base, and each module's ΔW is truncated to --rank; the relative error is reported.
+    ADAPTER is an adapter of PEFT or mlx-lm (a folder or Hub id). A LoRA keeps its ΔW. PEFT loads other kinds (DoRA,
+    LoHa, LoKr, OFT, (IA)³, …) into their base, and each module's ΔW is truncated to --rank; the relative error is
+    reported.
 
     Args:
         base_model: The base model, if the adapter names none or another path.
@@ -238,6 +240,7 @@ def convert_command(
         dtype: Dtype of the tensors.  [default: the adapter's]
         names: Module names to write.
         layout: portable has one rank and scale 1, for any engine.
+        format: mlx writes what mlx-lm loads.
         max_error: Fail if the relative error of any module's ΔW is larger.
         dry_run: Compute and report, but write nothing.
 
@@ -250,8 +253,8 @@ def convert_command(
     with count_bar("converting") as advance:
         conversion = convert(
             adapter, result.out_path, names=names, layout=layout, dtype=dtype, rank=rank, max_error=max_error,
-            saved_rank=saved_rank, base_model=base_model, allow_pickle=allow_pickle, overwrite=result.overwrite,
-            dry_run=result.dry_run, progress=advance,
+            saved_rank=saved_rank, format=format, base_model=base_model, allow_pickle=allow_pickle,
+            overwrite=result.overwrite, dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
     result.report(lambda: _conversion_as_json(conversion), lambda: _print_conversion(conversion))
 

@@ -1,4 +1,4 @@
-"""Convert an adapter: other names, layout or dtype, safetensors for a pickle, rsLoRA for other kinds.
+"""Convert an adapter: other names, layout or dtype, safetensors for a pickle, rsLoRA for other kinds, from and to MLX.
 
 A LoRA is written again by a plan of one expert, so only rounding or truncation can lose anything. For other kinds PEFT
 computes the dense ΔW, and the truncated SVD is its best approximation of that rank (Eckart & Young 1936).
@@ -26,7 +26,7 @@ from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
+from adapterswap.core.model.sources import CONFIG, MLX_WEIGHTS, WEIGHTS, Records, Reference, Source
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.depth import least_depth
 from adapterswap.core.planning.names import ExpertName
@@ -50,6 +50,7 @@ from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import expand, read_json, shown, write_json
+from adapterswap.tools import mlx
 from adapterswap.tools.comparison import Difference, compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
 
@@ -159,17 +160,19 @@ def convert(
     rank: int | None = None,
     max_error: float | None = None,
     saved_rank: int | None = None,
+    format: Literal["peft", "mlx"] = "peft",
     base_model: str | Path | None = None,
     allow_pickle: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Conversion:
-    """Convert an adapter: other module names, another layout or dtype, safetensors, or rsLoRA.
+    """Convert an adapter: other module names, another layout or dtype, safetensors, rsLoRA, from MLX or for MLX.
 
     A LoRA keeps its ΔW, up to the rounding to `dtype` and to `rank`. LoRA on fused experts (`target_parameters`) that
     PEFT before 0.19 saved gets today's layout. For other kinds (DoRA, LoHa, LoKr, OFT, (IA)³, …) PEFT computes each
     module's ΔW on its base, and ΔW ≈ B·A is its truncated SVD, with lora_alpha = √rank, so that rsLoRA's scale is 1.
+    LoRA that mlx-lm trained (`adapters.safetensors`) is read as it is: A = lora_aᵀ, B = lora_bᵀ, with mlx-lm's scale.
 
     Args:
         adapter: a folder or Hub id.
@@ -182,6 +185,7 @@ def convert(
             other than LoRA, each module gets the smallest rank that is enough, up to `rank`.
         saved_rank: turn every module trained in full (`modules_to_save`) into LoRA of at most this rank, by the
             truncated SVD of W - W_base, for engines that serve only LoRA. By default these modules stay as they are.
+        format: `peft`, or `mlx` for a folder that mlx-lm loads, with one rank and scale 1 (the portable layout).
         base_model: the adapter's base, if it names none or another path. DoRA, other kinds than LoRA, fused experts of
             PEFT before 0.19 and `saved_rank` need its weights.
         allow_pickle: read `adapter_model.bin` too, only with `torch.load(weights_only=True)`.
@@ -199,11 +203,13 @@ def convert(
         ExpertError: it is damaged, changes nothing, or lacks tensors that PEFT would fill with random numbers.
         BaseModelError: its base is needed, but is not known or cannot be loaded.
         UnsupportedError: it is a pickle and `allow_pickle` is False; PEFT has no ΔW for its kind; an error is above
-            `max_error`; with `saved_rank`, a module trained in full is a vector, such as a norm.
+            `max_error`; with `saved_rank`, a module trained in full is a vector, such as a norm; mlx-lm has another
+            form or other names for what it changes.
         OutputError: the folder exists (without `overwrite`), holds other files, overlaps the input, or cannot be
             written.
     """
-    _check_arguments(names, dtype, saved_rank)
+    _check_arguments(names, dtype, saved_rank, format)
+    layout = "portable" if format == "mlx" else layout
     stored = Dtype.NAMES[dtype] if dtype else None
     form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
     base_model = None if base_model is None else str(base_model)
@@ -211,6 +217,12 @@ def convert(
     source = Source.of_adapter(adapter, parameter="adapter")
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
+        own_weights = PICKLED if pickled else WEIGHTS
+        is_mlx = not pickled and not os.path.exists(folder / WEIGHTS) and os.path.exists(folder / MLX_WEIGHTS)
+        if is_mlx:
+            own_weights, folder = MLX_WEIGHTS, _made(place / "peft")
+            mlx.write_as_peft(source.folder, folder, base_model)
+
         lora = _as_lora(replace(source, folder=folder), str(adapter), place, form, base_model, progress)
         if saved_rank is not None:
             lora = _lowered(lora, place, form, base_model, saved_rank)
@@ -218,24 +230,34 @@ def convert(
         kept = Records(source.folder).kept_layers((part.name, part.layer) for part in parts)
         opened = replace(lora.adapter, source=source, base_fingerprints=source.recorded_base, kept_layers=kept)
         plan = _plan_of(opened, ExpertName.choose(adapter, {}, "expert"), base_model)
+        if is_mlx:
+            mlx.check_depth(source.folder, opened, plan.num_layers)
+        if format == "mlx":
+            mlx.check_writable(opened)
         prepared = prepare(plan, form if lora.kind == "LORA" else replace(form, max_rank=None, max_error=None))
-        original = {file: sha256_of(source.folder / file) for file in (PICKLED if pickled else WEIGHTS, CONFIG)}
+        original = {file: sha256_of(source.folder / file) for file in (own_weights, CONFIG)}
 
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
-            return _amended(record, written, lora, original, form) if pickled or lora.is_made else record
+            return _amended(record, written, lora, original, form) if pickled or is_mlx or lora.is_made else record
 
-        trial = dry_run or max_error is not None  # errors are known only after the files are written
+        # Errors are known only after the files are written, and mlx-lm's form is made of them.
+        trial = dry_run or max_error is not None or format == "mlx"
         target = place / "written" if trial else out_path
         written = prepared.write(target, overwrite=overwrite and not trial, amend=amend)
         modules = _measured(opened, open_adapter(written), prepared.plan.slots, lora.approximated)
         conversion = Conversion(expand(out_path), lora.kind, pickled, modules)
         _check_errors(conversion, max_error)
-        if trial and not dry_run:
+        if format == "mlx" and not dry_run:
+            with COMPOSED.folder(out_path, overwrite=overwrite, inputs=[adapter, base_model]) as out:
+                mlx.write_from_peft(written, open_adapter(written), out)
+        elif trial and not dry_run:
             prepared.write(out_path, overwrite=overwrite, amend=amend)
     return conversion
 
 
-def _check_arguments(names: str | None, dtype: str | None, saved_rank: int | None) -> None:
+def _check_arguments(names: str | None, dtype: str | None, saved_rank: int | None, format: str) -> None:
+    if format not in ("peft", "mlx"):
+        raise ArgumentError(f"`format` is {format!r}", "Pass peft or mlx", parameter="format")
     if names not in (None, "transformers4", "transformers5"):
         raise ArgumentError(f"`names` is {names!r}", "Pass transformers4 or transformers5", parameter="names")
     if dtype is not None and dtype not in Dtype.NAMES:

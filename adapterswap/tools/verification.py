@@ -22,6 +22,7 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint, read_shards
 from adapterswap.core.model.sources import (
     CONFIG,
+    MLX_WEIGHTS,
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,
@@ -289,7 +290,9 @@ def _verify_converted(
     """
     conversion = record.conversion
     assert conversion is not None
-    changed, located = _changed_files(record.experts, source_paths, PICKLED if conversion.pickled else WEIGHTS)
+    recorded = {file for source in record.experts.values() for file in source.sha256}
+    weights = next(file for file in (PICKLED, MLX_WEIGHTS, WEIGHTS) if file in recorded or file == WEIGHTS)
+    changed, located = _changed_files(record.experts, source_paths, weights)
     unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
     opened = {
         name: replace(converted, base_fingerprints=source.base_fingerprints) for name, source in record.experts.items()

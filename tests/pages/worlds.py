@@ -172,7 +172,9 @@ def adapters_of_other_tools() -> None:
     renamed = {key.removeprefix(prefix).removesuffix(last).lower(): factors[key].T.contiguous() for key in factors}
     save_file(renamed, mlx / "adapters.safetensors")
     settings = {"rank": 8, "dropout": 0.0, "scale": 16 / 8**0.5}
-    (mlx / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": settings}))
+    (mlx / "adapter_config.json").write_text(
+        json.dumps({"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": settings})
+    )
 
 
 def gguf_page() -> None:

@@ -19,7 +19,7 @@ from adapterswap.core.experts.keys import KINDS, TRAINABLE_TOKENS, TRAINED_TOKEN
 from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, ModuleName, has_both_stacks, layer_container
-from adapterswap.core.model.sources import CONFIG, MODEL_WEIGHTS, WEIGHTS, Records, Source
+from adapterswap.core.model.sources import CONFIG, MLX_WEIGHTS, MODEL_WEIGHTS, WEIGHTS, Records, Source
 from adapterswap.kit.errors import ExpertError, NotFoundError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.tensorfile import TensorFile
 
@@ -238,7 +238,7 @@ def open_adapter(reference: str | Path) -> Adapter:
     Raises:
         NotFoundError: it exists neither on this machine nor on the Hub.
         ExpertError: it is damaged or incomplete.
-        UnsupportedError: it is sharded or pickled, or is a kind of adapter that cannot be composed exactly.
+        UnsupportedError: it is sharded, pickled or of mlx-lm, or is a kind of adapter that cannot be composed exactly.
         AdapterswapError: several of these, reported together.
     """
     return Adapter.read(Source.of_adapter(reference, parameter="reference"))
@@ -246,10 +246,15 @@ def open_adapter(reference: str | Path) -> Adapter:
 
 def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
     folder = source.folder
+    if os.path.exists(folder / MLX_WEIGHTS):
+        return UnsupportedError(
+            f"{folder} holds an adapter of mlx-lm ({MLX_WEIGHTS}), not of PEFT",
+            f"Convert it first: adapterswap convert {folder} -o OUT",
+        )
     if any(folder.glob("adapter_model*.bin")):
         return UnsupportedError(
             f"{folder} holds a pickled adapter (.bin), which can run code when loaded",
-            "Rewrite it with `convert` and `allow_pickle`, which reads its tensors without running code",
+            f"Rewrite it without running code: adapterswap convert {folder} --allow-pickle -o OUT",
         )
     if any(folder.glob("adapter_model*.safetensors")) or any(folder.glob("*.index.json")):
         return UnsupportedError(

@@ -39,6 +39,7 @@ from adapterswap.kit.hub import HubFailure
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+MLX_WEIGHTS = "adapters.safetensors"  # of mlx-lm, beside a config of its own
 MODEL_WEIGHTS = "model.safetensors"
 PROVENANCE = "adapterswap.json"
 FORMAT: Literal[1] = 1  # of that file
@@ -46,6 +47,7 @@ TRAINING_RECORD = "training.json"
 
 _ADAPTER_FILES = [
     WEIGHTS,
+    MLX_WEIGHTS,
     CONFIG,
     PROVENANCE,
     TRAINING_RECORD,

@@ -78,6 +78,26 @@ class Target(Flag):
         _add(_faults("expert", adapter, f), f, problems)
         problems.raise_if_any()
 
+    @staticmethod
+    def why_not_served(config: Mapping[str, Any]) -> str | None:
+        """Why vLLM and llama.cpp cannot read an adapter's folder; None if they can.
+
+        Args:
+            config: the content of its adapter_config.json.
+        """
+        if config.get("peft_type") != LORA or config.get("use_dora") or config.get("lora_bias"):
+            return "only plain LoRA, without DoRA and biases"
+        if config.get("modules_to_save") or config.get("bias", "none") != "none":
+            return "only LoRA, and no biases or modules trained in full (`modules_to_save`)"
+        if config.get("trainable_token_indices"):
+            return "only LoRA, and no trained tokens (`trainable_token_indices`)"
+        return None
+
+    @staticmethod
+    def has_one_scale(config: Mapping[str, Any]) -> bool:
+        """Whether a LoRA folder has one rank and scale. vLLM applies one to all modules, SGLang refuses more."""
+        return not config.get("rank_pattern") and not config.get("alpha_pattern")
+
 
 _MERGE = "Merge the composition into full weights with `merge`"
 _WORDS = {

@@ -24,6 +24,7 @@ from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.composition import ZONES
 from adapterswap.core.planning.describe import error_text
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.outputs import Layout
 from adapterswap.core.writing.records import CompositionRecord
 from adapterswap.kit.errors import AdapterswapError, printable
@@ -238,11 +239,11 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 ```
 """
     ]
-    other = config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias")
-    if other or config.get("modules_to_save") or config.get("bias", "none") != "none":
+    reason = Target.why_not_served(config)
+    if reason is not None:
         parts.append(
-            "vLLM and llama.cpp read only plain LoRA, without DoRA, biases or modules trained in full "
-            "(`modules_to_save`).\nTo serve this adapter with them, merge it into its base with `adapterswap merge`.\n"
+            f"vLLM and llama.cpp read {reason}.\nTo serve this adapter with them, merge it into its base with "
+            "`adapterswap merge`.\n"
         )
     elif causal:
         parts.append(_servers(config, base if is_id else None, str(revision) if revision else None))
@@ -255,17 +256,24 @@ def _servers(config: Mapping[str, object], base: str | None, revision: str | Non
     rank = max(rank for rank in ranks if isinstance(rank, int))
     fitting = next((allowed for allowed in _VLLM_RANKS if allowed >= rank), None)
     at = f" --revision {revision}" if revision else ""
-    vllm = (
-        f"""With vLLM:
+    folder, first = "path/to/this/folder", ""
+    if not Target.has_one_scale(config):
+        folder = "portable"
+        first = f"adapterswap convert path/to/this/folder --layout portable -o {folder}\n"
 
-```bash
-vllm serve {base or "BASE"}{at} --enable-lora --max-lora-rank {fitting} --lora-modules composed=path/to/this/folder
-```
-"""
-        if fitting
-        else f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
+    # vLLM has one scale for all modules and SGLang refuses patterns, so for them the scales are folded into B.
+    why = ", which applies one scale to all modules, in a layout with one rank and one scale" if first else ""
+    vllm = (
+        f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
         f"`--max-rank {_VLLM_RANKS[-1]}`.\n"
     )
+    if fitting is not None:
+        vllm = f"""With vLLM{why}:
+
+```bash
+{first}vllm serve {base or "BASE"}{at} --enable-lora --max-lora-rank {fitting} --lora-modules composed={folder}
+```
+"""
     return f"""{vllm}
 With llama.cpp, after converting the base to `base.gguf` with its `convert_hf_to_gguf.py`:
 

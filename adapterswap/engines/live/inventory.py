@@ -222,14 +222,19 @@ def is_unloaded(model: PeftModel) -> bool:
     return not hasattr(model.get_base_model(), "peft_config")
 
 
-def check_in_memory(model: Any) -> None:
+def check_in_memory(model: Any, adapters: Iterable[tuple[Any, str]] = ()) -> None:
     """Raise `UnsupportedError` if a weight of the model is not in memory.
 
     accelerate keeps offloaded weights elsewhere and puts meta tensors in their place. PEFT fails on these, or loads
     adapters into them that compute something else.
+
+    Args:
+        model: the model.
+        adapters: modules and names of parameters to leave out: PEFT fills those of an adapter while it loads it.
     """
+    left_out = {id(getattr(module, name)) for module, name in adapters}
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and id(parameter) not in left_out:
             raise UnsupportedError(
                 f"The model's weights are not all in memory: {_INNER_NAMES.sub('.', name)} is on the device meta, as "
                 "accelerate's offloading to the CPU or to disk leaves it",
@@ -279,7 +284,6 @@ class Inventory:
         self.layers = find_layers(model)
         if not self.layers:
             raise ArgumentError("The model has no LoRA layers", remedy, parameter="model")
-        check_in_memory(model.get_base_model())
         self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [
@@ -289,6 +293,7 @@ class Inventory:
             for leaf in attrgetter(attribute)(module).modules()
             for name, _ in leaf.named_parameters(recurse=False)
         ]
+        check_in_memory(model.get_base_model(), self.parameters)
         self._configs = dict(model.peft_config)
         self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
         self._experts: dict[str, Adapter] = {}

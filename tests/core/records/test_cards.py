@@ -185,10 +185,24 @@ def test_the_snippet_for_peft_runs(math: Path, swahili: Path, base: Experts, tmp
     )
 
 
-def test_servers_are_mentioned_only_if_they_can_load_it(expert: Experts, swahili: Path, tmp_path: Path) -> None:
-    plain = card_of(adapterswap.layer_swap(expert(seed=1, r=9), swahili, bottom=1, top=1).write(tmp_path / "plain"))
+def test_servers_are_mentioned_only_if_they_can_load_it(
+    expert: Experts, swahili: Path, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    alike = expert(seed=1, r=9), expert(seed=2, r=9)
+    plain = card_of(adapterswap.layer_swap(*alike, bottom=1, top=1).write(tmp_path / "plain"))
+    assert "--layout portable" not in plain
     assert "--enable-lora --max-lora-rank 16 --lora-modules composed=path/to/this/folder" in plain
     assert "llama-server -m base.gguf --lora composed.gguf" in plain
+
+    # vLLM has one scale for all modules, so an adapter with patterns is written again first.
+    mixed = adapterswap.layer_swap(expert(seed=1, r=9), swahili, bottom=1, top=1).write(tmp_path / "mixed")
+    (commands,) = re.findall(r"```bash\n(adapterswap convert .*\n)vllm serve .* composed=portable\n```", card_of(mixed))
+    portable = tmp_path / "portable"
+    words = commands.replace("path/to/this/folder", str(mixed)).replace("-o portable", f"-o {portable}").split()[1:]
+    run(*words, exit_code=0)
+    config = json.loads((portable / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["alpha_pattern"], config["lora_alpha"]) == ({}, {}, config["r"])
+
     with quiet_peft():
         whole = expert(seed=1, modules_to_save=["lm_head"])
     saved = card_of(adapterswap.soup(whole, expert(seed=2, modules_to_save=["lm_head"])).write(tmp_path / "saved"))
