@@ -26,7 +26,7 @@ from adapterswap.core.experts.gates import CHANGING_INITS
 from adapterswap.core.experts.keys import TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
-from adapterswap.core.model.sources import CONFIG, MLX_WEIGHTS, WEIGHTS, Records, Reference, Source
+from adapterswap.core.model.sources import CONFIG, WEIGHTS, Records, Reference, Source
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.depth import least_depth
 from adapterswap.core.planning.names import ExpertName
@@ -218,9 +218,9 @@ def convert(
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
         own_weights = PICKLED if pickled else WEIGHTS
-        is_mlx = not pickled and not os.path.exists(folder / WEIGHTS) and os.path.exists(folder / MLX_WEIGHTS)
+        is_mlx = not pickled and not os.path.exists(folder / WEIGHTS) and os.path.exists(folder / Source.MLX_WEIGHTS)
         if is_mlx:
-            own_weights, folder = MLX_WEIGHTS, _made(place / "peft")
+            own_weights, folder = Source.MLX_WEIGHTS, _made(place / "peft")
             mlx.write_as_peft(source.folder, folder, base_model)
 
         lora = _as_lora(replace(source, folder=folder), str(adapter), place, form, base_model, progress)

@@ -16,7 +16,7 @@ from typing import Any
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.model.layers import NumLayers
-from adapterswap.core.model.sources import CONFIG, MLX_WEIGHTS, PROVENANCE, WEIGHTS
+from adapterswap.core.model.sources import CONFIG, PROVENANCE, WEIGHTS, Source
 from adapterswap.core.writing.peft_config import Shape, adapter_config
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, and_more
@@ -40,7 +40,7 @@ def write_as_peft(folder: Path, out: Path, base_model: str | None) -> None:
 
     config = read_json(folder / CONFIG)
     scale, keys, num_layers = _settings(config, folder)
-    tensors = load_file(folder / MLX_WEIGHTS)
+    tensors = load_file(folder / Source.MLX_WEIGHTS)
     problems = Problems(UnsupportedError)
     written: dict[str, Any] = {}
     shapes: dict[str, Shape] = {}
@@ -54,7 +54,7 @@ def write_as_peft(folder: Path, out: Path, base_model: str | None) -> None:
             problems.add(f"{folder}: {module} has a magnitude (m), so it is DoRA", _FUSE)
             continue
         if part != "lora_a" or b is None:
-            problems.add(f"{folder / MLX_WEIGHTS}: {key} is not a factor of a LoRA with both factors", _FUSE)
+            problems.add(f"{folder / Source.MLX_WEIGHTS}: {key} is not a factor of a LoRA with both factors", _FUSE)
             continue
         if a.dim() != 2 or b.dim() != 2:
             problems.add(f"{folder}: {module} has factors for each expert of a mixture ({shown([*a.shape])})", _FUSE)
@@ -94,8 +94,8 @@ def write_as_peft(folder: Path, out: Path, base_model: str | None) -> None:
         shapes[module] = Shape.of_scale(rank, rslora=False, wanted=scale)
     if 0 < num_layers < len(layers):
         problems.add(
-            f"{folder}: {MLX_WEIGHTS} has {len(layers)} layers, but num_layers in {CONFIG} is {num_layers}, and mlx-lm "
-            "loads only the last ones",
+            f"{folder}: {Source.MLX_WEIGHTS} has {len(layers)} layers, but num_layers in {CONFIG} is {num_layers}, and "
+            "mlx-lm loads only the last ones",
             "Correct `num_layers`, or train the adapter again",
             kind=ExpertError,
         )
@@ -129,7 +129,7 @@ def check_depth(folder: Path, adapter: Adapter, num_layers: NumLayers) -> None:
     if count > 0 and isinstance(num_layers, int) and layers and min(layers) < num_layers - count:
         raise ExpertError(
             f"{folder}: num_layers in {CONFIG} is {count}, so mlx-lm loads layers {num_layers - count} to "
-            f"{num_layers - 1} of this base, but {MLX_WEIGHTS} has layer {min(layers)}",
+            f"{num_layers - 1} of this base, but {Source.MLX_WEIGHTS} has layer {min(layers)}",
             "Pass the base that it was trained on, or correct `num_layers`",
             parameter="adapter",
         )
@@ -204,6 +204,6 @@ def write_from_peft(source: Path, adapter: Adapter, out: Path) -> None:
         "lora_parameters": parameters,
     }
     write_json(out / CONFIG, config)
-    save_file(written, out / MLX_WEIGHTS, {"format": "mlx"})
+    save_file(written, out / Source.MLX_WEIGHTS, {"format": "mlx"})
     record = read_json(source / PROVENANCE)
     write_json(out / PROVENANCE, {key: value for key, value in record.items() if key not in ("files", "fingerprints")})

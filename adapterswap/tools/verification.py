@@ -22,7 +22,6 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter, open_expert
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint, read_shards
 from adapterswap.core.model.sources import (
     CONFIG,
-    MLX_WEIGHTS,
     PROVENANCE,
     TRAINING_RECORD,
     WEIGHTS,
@@ -291,7 +290,7 @@ def _verify_converted(
     conversion = record.conversion
     assert conversion is not None
     recorded = {file for source in record.experts.values() for file in source.sha256}
-    weights = next(file for file in (PICKLED, MLX_WEIGHTS, WEIGHTS) if file in recorded or file == WEIGHTS)
+    weights = next(file for file in (PICKLED, Source.MLX_WEIGHTS, WEIGHTS) if file in recorded or file == WEIGHTS)
     changed, located = _changed_files(record.experts, source_paths, weights)
     unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
     opened = {

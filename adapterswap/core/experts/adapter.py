@@ -19,7 +19,7 @@ from adapterswap.core.experts.keys import KINDS, TRAINABLE_TOKENS, TRAINED_TOKEN
 from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, ModuleName, has_both_stacks, layer_container
-from adapterswap.core.model.sources import CONFIG, MLX_WEIGHTS, MODEL_WEIGHTS, WEIGHTS, Records, Source
+from adapterswap.core.model.sources import CONFIG, MODEL_WEIGHTS, WEIGHTS, Records, Source
 from adapterswap.kit.errors import ExpertError, NotFoundError, Problems, UnsupportedError, and_more
 from adapterswap.kit.files.tensorfile import TensorFile
 
@@ -246,9 +246,9 @@ def open_adapter(reference: str | Path) -> Adapter:
 
 def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
     folder = source.folder
-    if os.path.exists(folder / MLX_WEIGHTS):
+    if os.path.exists(folder / Source.MLX_WEIGHTS):
         return UnsupportedError(
-            f"{folder} holds an adapter of mlx-lm ({MLX_WEIGHTS}), not of PEFT",
+            f"{folder} holds an adapter of mlx-lm ({Source.MLX_WEIGHTS}), not of PEFT",
             f"Convert it first: adapterswap convert {folder} -o OUT",
         )
     if any(folder.glob("adapter_model*.bin")):

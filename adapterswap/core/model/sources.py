@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from adapterswap.core.companions.files import COMPANION_FILES, MODEL_CONFIG
 from adapterswap.core.model.layers import KeptLayers, ModuleName
@@ -39,7 +39,7 @@ from adapterswap.kit.hub import HubFailure
 # The files by which adapters, full weights, training runs and results of adapterswap are known.
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-MLX_WEIGHTS = "adapters.safetensors"  # of mlx-lm, beside a config of its own
+_MLX_WEIGHTS = "adapters.safetensors"
 MODEL_WEIGHTS = "model.safetensors"
 PROVENANCE = "adapterswap.json"
 FORMAT: Literal[1] = 1  # of that file
@@ -47,7 +47,7 @@ TRAINING_RECORD = "training.json"
 
 _ADAPTER_FILES = [
     WEIGHTS,
-    MLX_WEIGHTS,
+    _MLX_WEIGHTS,
     CONFIG,
     PROVENANCE,
     TRAINING_RECORD,
@@ -211,6 +211,8 @@ class Source:
         name: the Hub id with its subfolder, or the folder's own name; never a local path.
         revision: the Hub's commit; None for a local folder.
     """
+
+    MLX_WEIGHTS: ClassVar = _MLX_WEIGHTS  # of mlx-lm, beside an adapter_config.json of its own
 
     folder: Path
     name: str
