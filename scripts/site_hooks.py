@@ -17,7 +17,8 @@ _FENCE = re.compile(r"^(```.*?^```)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
-_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+_LOG = "docs/log.md"  # the developers' own, and no page
 _CODE = ROOT / "docs" / "architecture.md"
 _EXAMPLES = """# Examples
 
@@ -28,7 +29,7 @@ Each is a folder of `examples/` in the checkout. Run the commands from the top o
 def pages_elsewhere() -> dict[str, str]:
     """Files that are not pages under their own names, each with its place on the site: a page, or a section of one."""
     slug = slugify(case="lower")
-    places = {"README.md": "index.md", **_PAGES}
+    places = dict(_PAGES)
     for file, page in [(_CODE, "contributing.md"), *((example, "examples.md") for example in _examples())]:
         title = file.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         places[file.relative_to(ROOT).as_posix()] = f"{page}#{slug(title, '-')}"
@@ -46,9 +47,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links between files into links between pages; keep what was measured and changed out of the search."""
+    """Turn links between files into links between pages; keep what has changed out of the search."""
     here = page.file.src_uri
-    if here.startswith(("log", "changelog")):
+    if here.startswith("changelog"):
         page.meta["search"] = {"exclude": True}
     return relinked(markdown, source=f"docs/{here}", here=here)
 
@@ -68,7 +69,8 @@ def relinked(markdown: str, *, source: str, here: str) -> str:
         if re.match(r"[a-z]+:", target):
             return match[0]
         file = normpath(join(dirname(source), target))
-        place = elsewhere.get(file, file.removeprefix("docs/") if file.startswith("docs/") else None)
+        is_page = file.startswith("docs/") and file != _LOG
+        place = elsewhere.get(file, file.removeprefix("docs/") if is_page else None)
         if place is None:
             return text if f"`{file}`" in text or text.startswith("`") else f"{text} (`{file}`)"
         path, _, section = place.partition("#")

@@ -1,4 +1,4 @@
-"""Write what was measured (docs/status.json) and how to install (one setting) into README.md and the first pages.
+"""Write what was measured (docs/status.json) and how to install (one setting) into README.md, which is also the site's first page, and two pages.
 
 Each entry of the file has `what`, `number`, `device`, `date` and the `revision` that was measured. Change the file, and
 run this script; a test compares.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 STATUS = ROOT / "docs" / "status.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "install.md", ROOT / "docs" / "start.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "install.md", ROOT / "docs" / "start.md")
 RELEASED = False  # True on the day on which `pip install adapterswap` gives this version
 
 _BLOCK = re.compile(r"(<!-- (?P<name>status|install|install-lab) -->\n).*?(<!-- end -->)", flags=re.DOTALL)

@@ -144,7 +144,7 @@ FILES: dict[tuple[str, str], tuple[str, str | None]] = {
     ("docs/sweep.md", "base_model:"): ("swahili.yaml", "adapterswap recipes validate swahili.yaml"),
 }  # fmt: skip
 
-SIX_LAYERS = {"README.md", "docs/index.md", "docs/choosing.md"}
+SIX_LAYERS = {"README.md", "docs/choosing.md"}
 LAB = {"docs/compose.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
 
 
