@@ -88,7 +88,7 @@ def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
 def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
     """Read a model's names and ties, in a class of transformers; by default a causal language model's."""
     base = Base.at(checkpoint.source.folder, checkpoint.name, to_adapt=model_class is None, model_class=model_class)
-    check_one_list(checkpoint.name, base)
+    check_one_list(checkpoint.name, base, shared=True)
     stored = {base.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
     weights, parameters = dict(base.by_parameter), dict(base.parameters)
     for name, weight in base.by_parameter.items():
@@ -153,7 +153,8 @@ class Selection:
     Attributes:
         layers: layers such as `0-4,30-31`, or `none`; all by default.
         modules: kinds (attention, mlp, other) or parts of names (self_attn, q_proj); all by default.
-        embeddings: the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors.
+        embeddings: the matrices outside the layers too: embeddings, heads, vision and audio towers, projectors. Blocks
+            that several layers share count as layers here.
     """
 
     layers: str | None = None
@@ -161,7 +162,7 @@ class Selection:
     embeddings: bool = False
 
     def wants(self, weight: Weight) -> bool:
-        if weight.layer is None:
+        if weight.layer is None and not (self.layers is None and ModuleName(weight.name).shared_list):
             return self.embeddings
         if self.layers is not None and weight.layer not in parse_layers(self.layers):
             return False

@@ -46,7 +46,6 @@ from adapterswap.kit.files.text import read_json
 
 # The last two are for OPT and ALBERT, whose embeddings may be narrower than their layers.
 _WIDTHS = ("hidden_size", "n_embd", "n_embed", "d_model", "embedding_size", "word_embed_proj_dim")
-_SHARED = "num_hidden_groups"  # ALBERT runs its stored layers several times
 
 _NUMBERS, _LEAST_NUMBERS = 2**22, 2**8  # in all, and of each tensor, by which two checkpoints are known as one model
 
@@ -74,7 +73,7 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         configured = None
     stored = _num_layers(tensors, container)
     most = (configured or 0) + ModelConfig(config).layers_ahead
-    if configured is not None and _SHARED not in model and not configured <= stored <= most:
+    if configured is not None and not configured <= stored <= most:
         problems.add(
             f"{folder}: config.json says {configured} layers, but the weights have {stored} in {container}", _REMEDY
         )

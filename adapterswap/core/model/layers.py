@@ -11,7 +11,7 @@ says which layers it has.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeVar, get_args
@@ -50,6 +50,13 @@ _OTHER_PARTS = re.compile(
     r"|projector|^projection|merger|connector|resampler|qformer|aligner|cross_attn_layers|adapter"
     r"|^mtp(_|$)|nextn|talker|token2wav|^dit$|diffusion|flow_head|depth_decoder|timestamp|altup|embed_tokens|lm_heads"
 )
+# Whole models whose own name contains such a word: transformers' `base_model_prefix`, and never the name of a part.
+_OWN_NAMES = frozenset({
+    "audio_spectrogram_transformer", "bridgetower", "data2vec_audio", "data2vec_vision", "fastspeech2_conformer",
+    "speecht5", "unispeech", "unispeech_sat", "videomae", "visual_bert", "vit",
+})  # fmt: skip
+# Lists of blocks that several layers share, so that an index in them is no layer's (ALBERT's `albert_layer_groups`).
+_SHARED_LIST = re.compile(r"(^|\.)\w*layer_groups$")
 _AHEAD = re.compile(r"(^|\.)mtp(_|\.|$)|nextn")
 _LANGUAGE_PARTS = {"language_model", "text_model", "text_encoder", "text_decoder", "thinker"}
 _STACK = re.compile(r"(?P<before>(?:^|\.)(?:text_)?)(?P<stack>encoder|decoder)(?=\.|$)")
@@ -82,15 +89,17 @@ _LAYER_TYPES_KEYS = ("layers_block_type", "layer_types", "hybrid_override_patter
 _TEXT_CONFIG_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
+# A stack inside itself (SpeechT5's `encoder.wrapped_encoder.layers`).
+_WRAPPED_STACK = re.compile(r"(?<=^wrapped_)(encoder|decoder)$")
 _ANY_STACK = "*"  # in the list of layers of both stacks: `model.*.layers`
 
 
 def layer_container(names: Iterable[str]) -> str | None:
     """The module list that holds the language model's layers, such as `model.layers`.
 
-    Lists of layers in other parts of a model (a vision tower, a projector, a multi-token-prediction head) do not count:
-    their modules are outside the layers. If an encoder and a decoder use the same name for their lists, the result is
-    `model.*.layers`.
+    Lists of layers in other parts of a model (a vision tower, a projector, a multi-token-prediction head) do not count,
+    nor do lists of blocks that several layers share: their modules are outside the layers. If an encoder and a decoder
+    use the same name for their lists, the result is `model.*.layers`.
 
     Returns:
         The list's name; None if no name is in a list, or if several lists remain (see `check_one_list`).
@@ -99,14 +108,22 @@ def layer_container(names: Iterable[str]) -> str | None:
     return lists[0] if len(lists) == 1 else None
 
 
-def check_one_list(expert: str, names: Iterable[str]) -> None:
-    """Raise `UnsupportedError` if modules are in several lists of layers, so that a layer's number means several."""
+def check_one_list(expert: str, names: Iterable[str], *, shared: bool = False) -> None:
+    """Raise `UnsupportedError` if modules are in several lists of layers, so that a layer's number means several, or in
+    blocks that several layers share, unless `shared` allows that."""
+    names = list(names)
     lists = _lists_of_layers(names)
     if len(lists) > 1:
         raise UnsupportedError(
             f"{expert} has several lists of layers: {', '.join(lists)}",
             "Choose a composition without layers, such as a soup. Layers need a model with one list of them, with one "
             "under `language_model`, or with an encoder and a decoder that use the same name for theirs",
+        )
+    blocks = next((list_name for name in names if (list_name := ModuleName(name).shared_list)), None)
+    if blocks is not None and not lists and not shared:
+        raise UnsupportedError(
+            f"{expert} adapts blocks that several layers share ({blocks}), so no layer has weights of its own",
+            "Choose a composition without layers, such as a soup",
         )
 
 
@@ -119,8 +136,9 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
             "Save the weights again",
         )
     containers = sorted({match["container"][:-1] for match in numbered})
+    containers = [name for name in containers if not _SHARED_LIST.search(name)]
     parts = {container: container.split(".") for container in containers}
-    inside = [name for name in containers if not any(map(_OTHER_PARTS.search, parts[name]))]
+    inside = [name for name in containers if not _is_of_another_part(parts[name])]
     if len(inside) > 1:
         named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
         for lists in (named, inside):
@@ -128,6 +146,12 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
                 return [of_any_stack(lists[0])]
         return named if len(named) == 1 else inside
     return inside
+
+
+def _is_of_another_part(segments: Sequence[str]) -> bool:
+    """Whether a segment names a tower, a projector or the like; the first one may be the model's own name."""
+    below = segments[1:] if segments[0] in _OWN_NAMES else segments
+    return any(map(_OTHER_PARTS.search, below))
 
 
 class ModuleName(str):
@@ -160,6 +184,13 @@ class ModuleName(str):
         own_container = match["container"][:-1]
         same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
         return int(match["layer"]) if same else None
+
+    @property
+    def shared_list(self) -> str | None:
+        """The list of blocks that holds the module, if several layers share each block; else None."""
+        match = _NUMBERED.match(self)
+        container = None if match is None else match["container"][:-1]
+        return container if container is not None and _SHARED_LIST.search(container) else None
 
     @property
     def kind(self) -> Kind:
@@ -205,7 +236,7 @@ class ModuleName(str):
     def is_other_part(self, container: str | None) -> bool:
         """Whether it belongs to a tower, a projector or the like, which sees images or audio instead of tokens."""
         layer = self.layer(container)
-        return layer is None and not self.is_vocabulary(layer) and any(map(_OTHER_PARTS.search, self.split(".")))
+        return layer is None and not self.is_vocabulary(layer) and _is_of_another_part(self.split("."))
 
 
 def has_both_stacks(container: str | None) -> bool:
@@ -220,7 +251,8 @@ def of_any_stack(container: str) -> str:
     place = next((place for place, part in enumerate(parts) if _STACK.fullmatch(part)), None)
     if place is None:
         return container
-    return ".".join([*parts[:place], _ANY_STACK, *(p for p in parts[place + 1 :] if p not in _LANGUAGE_PARTS)])
+    below = (part for part in parts[place + 1 :] if part not in _LANGUAGE_PARTS)
+    return ".".join([*parts[:place], _ANY_STACK, *(_WRAPPED_STACK.sub(_ANY_STACK, part) for part in below)])
 
 
 def before_layers(container: str) -> str:

@@ -198,7 +198,10 @@ def unusual(plan: Plan) -> list[str]:
         for (name, where, remark), layers in grouped.items()
     ]
     names_in = depth.by_stack(plan.modules)
-    for stack in () if plan.is_model else depth.stacks:
+    shared = next((blocks for name in plan.modules if (blocks := ModuleName(name).shared_list)), None)
+    if shared is not None:
+        lines.append(f"several layers share each block of {shared}, so its modules are outside the layers")
+    for stack in () if plan.is_model or shared is not None else depth.stacks:
         if empty := set(range(depth.of(stack))) - {plan.modules[name].layer for name in names_in.get(stack, ())}:
             where = f"{_of_stack(stack)}layers {format_layers(empty)}"
             lines.append(f"{where}: no expert adapts them, so they stay as in the base")
@@ -257,7 +260,8 @@ def _remark(slot: Slot) -> str:
         return ""
     requested = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
     rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
-    return f"{requested}, but {' and '.join(slot.absent)} does not adapt it: {rest}"
+    verb = "does" if len(slot.absent) == 1 else "do"
+    return f"{requested}, but {' and '.join(slot.absent)} {verb} not adapt it: {rest}"
 
 
 def _tokens(slot: Slot) -> str:

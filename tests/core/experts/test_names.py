@@ -187,6 +187,12 @@ def test_blocks_of_a_vision_tower_are_not_layers(llava_expert: Callable[..., Pat
         (["mtp.layers.0.x", "model.layers.0.x"], "model.layers"),
         (["model.audio_tower.layers.0.x"], None),
         (["model.layers.0.x", "model.gated_cross_attn_layers.0.x"], "model.layers"),
+        (["visual_bert.encoder.layer.0.x"], "visual_bert.encoder.layer"),  # a model's own name is no tower's
+        (["vit.encoder.layer.0.x"], "vit.encoder.layer"),
+        (["model.vit.layers.0.x", "model.layers.0.x"], "model.layers"),
+        (["speecht5.encoder.wrapped_encoder.layers.0.x", "speecht5.decoder.wrapped_decoder.layers.0.x"],
+         "speecht5.*.wrapped_*.layers"),
+        (["albert.encoder.albert_layer_groups.0.albert_layers.0.x"], None),
     ],
 )  # fmt: skip
 def test_the_language_models_list_of_layers(names: list[str], container: str | None) -> None:

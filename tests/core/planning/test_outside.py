@@ -20,7 +20,7 @@ from tolerances import close
 import adapterswap
 from adapterswap.core.model.layers import layer_container
 from adapterswap.engines.live import LiveComposer
-from adapterswap.kit.errors import CompositionError, ExpertError, FieldError
+from adapterswap.kit.errors import CompositionError, ExpertError, FieldError, UnsupportedError
 
 TEXT = [f"model.text_model.layers.{layer}.self_attn.q_proj" for layer in range(4)]
 BESIDE = [
@@ -222,3 +222,23 @@ def test_layers_that_predict_further_tokens_are_not_live_nor_extracted(
     result = adapterswap.extract(made[1], base_model=made[0], rank=32, out_path=tmp_path / "out")
     assert {module.name for module in result.modules if module.rank} == {first}
     assert [lost.name for lost in result.lost] == ["mtp.layers.0.self_attn.q_proj.weight"]
+
+
+def test_blocks_that_layers_share(tmp_path: Path) -> None:
+    """ALBERT's groups are no layers: whatever names layers is refused, and a soup averages the blocks."""
+    name = "albert.encoder.albert_layer_groups.0.albert_layers.0.attention.query"
+    experts = {expert: lora(tmp_path / expert, {name: (4, 4)}, seed=len(expert)) for expert in ("math", "swahili")}
+    swap = adapterswap.Composition(task="math", language="swahili", bottom=1, top=1, num_layers=12)
+    for refusing in (
+        lambda: adapterswap.compose(swap, experts),
+        lambda: adapterswap.slice_layers(experts["math"], "0"),
+        lambda: adapterswap.suggest(experts["math"], experts["swahili"], num_layers=12),
+    ):
+        with refused(UnsupportedError, match="several layers share"):
+            refusing()
+    soup = adapterswap.Composition(task="math", language="swahili", method="soup", num_layers=12)
+    plan = adapterswap.compose(soup, experts)
+    assert plan.slots[name].layer is None
+    assert not any("no expert adapts them" in line for line in plan.remarks)
+    written = plan.write(tmp_path / "out")
+    close(delta(written, name), sum(delta(expert, name) for expert in experts.values()) / 2)
