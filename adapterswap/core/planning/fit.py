@@ -382,8 +382,11 @@ def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, 
         reference: the base.
         task_type: the adapter's.
     """
-    linear = {name: part for name, part in modules.items() if not part.embedding and not part.parameter}
-    risky = [name for name in linear if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused]
+    risky = {
+        name: part
+        for name, part in modules.items()
+        if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused and not part.parameter
+    }
     folder = Reference(reference).cached_folder if reference and risky else None
     config = Reference(reference).cached_config if reference and risky else None
     if folder is None or config is None or not ModelConfig(config).is_mixture:
@@ -394,14 +397,11 @@ def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, 
 
     # An expert may have other names for modules than the base, such as those of transformers 4.
     container = layer_container(modules)
-    names: dict[str, str] = {}
-    shapes = []
-    for name, part in linear.items():
-        shape = part.out_features, part.in_features
-        names[name] = model.find(name, container, shape) or name
-        shapes.append((names[name], *shape))
-
-    adapted = _adapted_in_peft(folder, str(reference), task_type, tuple(shapes))
+    shapes = {name: (part.out_features, part.in_features) for name, part in risky.items()}
+    names = {name: model.find(name, container, shape) or name for name, shape in shapes.items()}
+    adapted = _adapted_in_peft(
+        folder, str(reference), task_type, tuple((names[name], *shape) for name, shape in shapes.items())
+    )
     return [name for name in risky if names[name] not in adapted]
 
 
