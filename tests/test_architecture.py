@@ -57,7 +57,7 @@ CEILINGS = {
     "experiments.training": 7,
     "engines.gguf": 10,
     "tools": 13,
-    "engines.live": 10,
+    "engines.live": 11,
     "experiments.analysis": 7,
     "experiments": 12,
     "experiments.studio": 2,

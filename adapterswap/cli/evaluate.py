@@ -61,6 +61,7 @@ def _settings(
     limit: Annotated[float, "N"] | None = None,
     batch_size: int = 8,
     max_gen_toks: int = 512,
+    max_length: Annotated[Count, "N"] | None = None,
     gen_kwargs: Annotated[str, "K=V,…"] | None = None,
     apply_chat_template: bool = False,
     system_instruction: Text | None = None,
@@ -83,6 +84,7 @@ def _settings(
         limit: Evaluate only the first N documents of each task, or a fraction of them.
         batch_size: Sequences per batch.
         max_gen_toks: Maximum length of an output, in tokens.
+        max_length: Maximum length of a prompt with its output, in tokens.  [default: what the model can read]
         gen_kwargs: Override the tasks' generation settings, as in temperature=0.6,do_sample=true.
         apply_chat_template: Format prompts as a chat, with a turn per shot.
         system_instruction: System message at the start of every prompt.
@@ -294,6 +296,8 @@ def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
 def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
     """Print what a reader of the scores should know, to stderr."""
     requested_shots = result.settings["num_fewshot"]
+    if "one_by_one" in result.settings:
+        note("requests were answered one by one: beside longer ones in a batch, this model answers them differently")
     for task in result.tasks.values():
         if not task.scores:
             note(f"{task.name} has no score: let a judge label the responses in samples.jsonl")

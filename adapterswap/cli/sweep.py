@@ -197,7 +197,8 @@ def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
             if cells.total is None:
                 cells.begin("cells", progress.total, done=progress.done)
                 requests = bars.row(progress.cell)
-            cells.update(progress.done, progress.total, note=best)
+            part = progress.requests / progress.requests_total if progress.requests_total else 0.0
+            cells.update(progress.done, progress.total, note=best, part=part)
             assert requests is not None
             if progress.cell != name:
                 name = progress.cell

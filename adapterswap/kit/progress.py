@@ -66,11 +66,29 @@ class ProgressRow:
             amount: the current value of another quantity that grows, such as tokens; see `rate_of`.
         """
         self.name, self.total, self.done, self.note = printable(name), total, done, ""
+        self._part = 0.0
         self._first, self._amount, self._since = done, amount, time.monotonic()
         self._owner._changed(self)
 
-    def update(self, done: int, total: int | None = None, *, name: str | None = None, note: str | None = None) -> None:
-        """Set how many are done; `note` is shown after the numbers."""
+    def update(
+        self,
+        done: int,
+        total: int | None = None,
+        *,
+        name: str | None = None,
+        note: str | None = None,
+        part: float = 0.0,
+    ) -> None:
+        """Set how many are done.
+
+        Args:
+            done: the number.
+            total: how many there are, if that has changed.
+            name: what is counted, or the current step, if that has changed.
+            note: a text that is shown after the numbers.
+            part: the share of the current one that is done, from 0 to 1, for the time left.
+        """
+        self._part = part
         self.done, self.total = done, self.total if total is None else total
         self.name = self.name if name is None else printable(name)
         self.note = self.note if note is None else note
@@ -88,7 +106,7 @@ class ProgressRow:
     @property
     def pace(self) -> str:
         """The rate, the time left and the note, where known."""
-        took, steps = time.monotonic() - self._since, self.done - self._first
+        took, steps = time.monotonic() - self._since, self.done - self._first + self._part
         parts = []
         if not self._steady:
             parts += [f"{duration(took)} so far"] if self.done != self.total else []
@@ -97,7 +115,7 @@ class ProgressRow:
         elif steps > 0 and took > 0:
             parts.append(rate_text(steps / took))
             if self.total is not None and self.total > self.done:
-                parts.append(f"{duration((self.total - self.done) * took / steps)} left")
+                parts.append(f"{duration((self.total - self.done - self._part) * took / steps)} left")
         return ", ".join([*parts, *([self.note] if self.note else [])])
 
     def __str__(self) -> str:

@@ -89,6 +89,18 @@ def test_a_log_has_a_line_after_five_seconds_and_then_every_ten(
         ]
 
 
+def test_the_time_left_falls_while_one_of_a_count_is_running(clock: Clock) -> None:
+    """20 equal cells of 100 requests, one request a second: what is left is what there is to do."""
+    row = Progress(shown=False).row("cells", 20)
+    for cell in range(3):
+        for request in range(0, 100, 25):
+            row.update(cell, part=request / 100)
+            left = 20 * 100 - cell * 100 - request
+            if cell or request:
+                assert str(row).endswith(f", {duration(left)} left")
+            clock.now += 25
+
+
 def test_a_count_of_parts_has_no_rate_and_at_first_no_time_left(clock: Clock) -> None:
     with Progress() as shown:
         row = shown.row("seed 0", 100, steady=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.companions import CompanionPlan
+from adapterswap.core.companions.companions import CompanionPlan, Companions
 from adapterswap.core.companions.files import GENERATION_CONFIG, MODEL_CONFIG
 from adapterswap.core.model.base import empty_language_model, language_model_class, read_config
 from adapterswap.core.model.checkpoints import check_alone, model_identity
@@ -40,7 +40,7 @@ class OpenedBase:
         reference: the folder or Hub id that the user passed.
         source: where its files are; outputs record its name and revision.
         config: the transformers config.
-        tokenizer: its tokenizer, or that of the experts on it.
+        tokenizer: its tokenizer, or that of the experts on it; None until `with_companions` if only experts have one.
         generation: the generation settings that go with that; None for the base's own.
     """
 
@@ -72,9 +72,12 @@ class OpenedBase:
 
         Raises:
             ExpertError: transformers cannot read the tokenizer of an expert.
+            BaseModelError: neither the base nor an expert has a tokenizer.
         """
         from transformers import AutoTokenizer, GenerationConfig
 
+        if "tokenizer" not in companions.prompts_of_experts:
+            self._check_tokenizer()
         if not companions.prompts_of_experts:
             return self
         with scratch_folder("tokenizer") as folder:
@@ -90,7 +93,7 @@ class OpenedBase:
                 ) from None
             has_settings = (folder / GENERATION_CONFIG).is_file()
             generation = GenerationConfig.from_pretrained(folder) if has_settings else None
-        tokenizer.name_or_path = self.tokenizer.name_or_path  # no path of a folder that is gone
+        tokenizer.name_or_path = str(self.source.folder)  # no path of a folder that is gone
         return replace(self, tokenizer=tokenizer, generation=generation)
 
     def generation_config(self) -> Any:
@@ -127,9 +130,26 @@ class OpenedBase:
         """The language model's modules without weights; see `empty_language_model`."""
         return empty_language_model(self.config, f"The base model {self.reference}")
 
+    def _check_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            raise BaseModelError(
+                f"The base model {self.reference} has no tokenizer",
+                "Save it there with tokenizer.save_pretrained(FOLDER): tokenizer.json and tokenizer_config.json",
+                parameter="base_model",
+            )
+
     @staticmethod
-    def open(reference: str) -> OpenedBase:
-        """Open the config and tokenizer of a base, from a folder or a Hub id `org/name[@revision]`."""
+    def open(reference: str, *, tokenizer_of_experts: bool = False) -> OpenedBase:
+        """Open the config and tokenizer of a base.
+
+        Args:
+            reference: a folder, or a Hub id `org/name[@revision]`.
+            tokenizer_of_experts: whether `with_companions` follows, so that the base itself may lack a tokenizer.
+
+        Raises:
+            NotFoundError: there is no such base.
+            BaseModelError: transformers cannot read its config or its tokenizer, or it has none.
+        """
         require("models")
         from transformers import AutoTokenizer
 
@@ -140,6 +160,11 @@ class OpenedBase:
         except ExpertError as error:
             raise error.recast(BaseModelError, parameter="base_model") from None
         config = read_config(source.folder, f"The base model {reference}")
+        if not Companions(source.folder).has("tokenizer"):
+            base = OpenedBase(reference, source, config, tokenizer=None)
+            if not tokenizer_of_experts:
+                base._check_tokenizer()
+            return base
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.folder, trust_remote_code=False)
         except Exception as error:  # as in `load_weights`

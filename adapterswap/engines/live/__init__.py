@@ -7,11 +7,13 @@ from adapterswap.engines.live.batch import Answers, stream
 from adapterswap.engines.live.composer import LiveComposer
 from adapterswap.engines.live.loader import load_expert, load_experts
 from adapterswap.engines.live.peft_adapter import find_adapter, with_adapter
+from adapterswap.engines.live.reading import Reading
 from adapterswap.engines.live.switch import why_not_live
 
 __all__ = [
     "Answers",
     "LiveComposer",
+    "Reading",
     "find_adapter",
     "load_expert",
     "load_experts",

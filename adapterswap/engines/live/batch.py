@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from adapterswap.core.model.layers import ModelConfig
 from adapterswap.engines.live.inventory import Inventory, factors, other_tensors, parameter_of
+from adapterswap.engines.live.reading import Reading
 from adapterswap.engines.live.switch import Switch, apply_switch, check_loaded
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, Problems, RunError, UnsupportedError
 
@@ -66,6 +67,7 @@ class Rows:
         self._adders: dict[str, _Adder] = {}
         self._inventory: Inventory | None = None
         self._changes = 0
+        self._was_checked = False
 
     def apply(self, inventory: Inventory) -> None:
         """Switch all adapters off in PEFT's layers, and add hooks that compute each row's experts."""
@@ -76,17 +78,24 @@ class Rows:
         shares = {name: self._shares(name, layer, inventory) for name, layer in inventory.layers.items()}
         _check(inventory, shares, self.switches)
         apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
+        for name in inventory.layers:
+            if shares[name]:
+                count = None if name in inventory.other_parts else len(self.switches)
+                self._adders[name] = _Adder(name, shares[name], count)
+        self._add_hooks(inventory)
+
+    def _add_hooks(self, inventory: Inventory) -> None:
         base = inventory.model.get_base_model()
         self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
-        for name, layer in inventory.layers.items():
-            if shares[name]:
-                adder = _Adder(name, shares[name], None if name in inventory.other_parts else len(self.switches))
-                self._adders[name] = adder
-                self._handles.append(layer.register_forward_hook(adder))
+        for name, adder in self._adders.items():
+            self._handles.append(inventory.layers[name].register_forward_hook(adder))
 
-    def withdraw(self) -> None:
+    def _remove_hooks(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+
+    def withdraw(self) -> None:
+        self._remove_hooks()
         self._adders.clear()
 
     def _in_full(self, inventory: Inventory) -> Mapping[str, Mapping[str, float]]:
@@ -131,6 +140,51 @@ class Rows:
             self._changes = inventory.scales.changes
             for name, adder in self._adders.items():
                 adder.shares = self._shares(name, inventory.layers[name], inventory)
+
+        if batch > 1:
+            self._check_rows(inventory, kwargs)
+
+    def _check_rows(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
+        if self._was_checked:
+            check_rows(inventory.model, kwargs)
+            return
+
+        # The model itself may have to be measured first, by other batches than these hooks allow.
+        self._was_checked = True
+        self._remove_hooks()
+        try:
+            check_rows(inventory.model, kwargs)
+        finally:
+            self._add_hooks(inventory)
+
+
+def check_rows(model: Any, batch: Mapping[str, Any]) -> None:
+    """Refuse several rows in a batch, if the answers to some would depend on the others or on padding.
+
+    Args:
+        model: the PeftModel.
+        batch: the inputs of `generate` or of a forward pass.
+
+    Raises:
+        UnsupportedError: the model mixes rows, reads padding on the left, or takes other rotary frequencies for the
+            whole batch because of its longest row.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        return
+    kind, reading = model.config.model_type, Reading.of(model)
+    if not reading.even:
+        raise UnsupportedError(f"Rows that a {kind} answers together change each other", "Pass one row at a time")
+
+    mask = batch.get("attention_mask")
+    if mask is None or mask.dim() != 2 or bool(mask.all()):
+        return
+    remedy = "Pass rows of one length, or one row at a time"
+    if not bool(mask[:, 0].all()) and not reading.left:
+        raise UnsupportedError(f"Rows have different lengths, and a {kind} reads the padding as text", remedy)
+    if reading.alike is not None and mask.shape[1] > reading.alike:
+        raise UnsupportedError(
+            f"A row of more than {reading.alike} tokens changes the rotary embeddings of all rows", remedy
+        )
 
 
 def _share(layer: Any, expert: str, scale: float, coefficients: Mapping[int, float], count: int) -> _Share:
@@ -403,8 +457,8 @@ def _allowed(model: Any, ids: list[int], max_new_tokens: int) -> int:
         raise ArgumentError(f"`max_new_tokens` is {max_new_tokens}", "Pass 1 or more", parameter="max_new_tokens")
     if not ids:
         raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompt")
-    config = model.config.get_text_config()
-    context: int | None = getattr(config, "max_position_embeddings", None)
+    # By the config alone: others may be using the model now, so it is not asked.
+    context = ModelConfig(model.config.get_text_config().to_dict()).lengths.longest
     if context is None:
         return max_new_tokens
     if len(ids) >= context:

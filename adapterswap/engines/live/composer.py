@@ -16,7 +16,7 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
-from adapterswap.engines.live.batch import Rows, pad_left
+from adapterswap.engines.live.batch import Rows, check_rows, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
 from adapterswap.engines.live.inventory import is_unloaded
 from adapterswap.engines.live.loader import as_in_model, layers_taken, load_expert, slice_of
@@ -323,7 +323,8 @@ class LiveComposer:
         Raises:
             CompositionError: as for `set`.
             UnsupportedError: as for `set`; a layer does not see rows (a mixture of experts); experts are pinned; or,
-                in the forward pass, the model is in training mode, or images or audio go through experts that differ.
+                in the forward pass, the model is in training mode, images or audio go through experts that differ, or
+                the model mixes the rows of a batch, or reads padding as text.
             ArgumentError: in the forward pass, the batch has another size.
         """
         if self._session.pin is not None:
@@ -345,8 +346,12 @@ class LiveComposer:
 
         Raises:
             CompositionError, UnsupportedError, ArgumentError: see `set` and `use_rows`.
+            UnsupportedError: the model mixes the rows of a batch, or rows have different lengths and it reads padding.
         """
         batch = batch if getattr(self.model.config, "is_encoder_decoder", False) else pad_left(batch)
+        several = any(len(batch[name]) > 1 for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
+        if several and not isinstance(self._session.active, Rows):  # which check it themselves
+            check_rows(self.model, batch)
         if compositions is None:
             return self.model.generate(**batch)
         if isinstance(compositions, str | Composition | Plan):

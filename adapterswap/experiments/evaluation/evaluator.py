@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from adapterswap.core import ModelConfig
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.experiments.evaluation.settings import Settings
@@ -110,7 +111,7 @@ class TaskPreview:
         prompt: the first document's prompt.
         longest: the longest prompt in tokens.
         room: tokens that the model's context leaves for an output after the longest prompt; None for tasks that
-            generate nothing.
+            generate nothing, and for models without a limit.
         max_gen_toks: the longest output in tokens, by the task's own limit if it has one; None for tasks that generate
             nothing.
         overlong: how many prompts do not fit in the model's context with their continuations, for tasks that compare
@@ -139,11 +140,12 @@ def preview(
     loaded = tasks_to_evaluate(tokenizer, tasks, settings)
 
     from lm_eval.evaluator_utils import get_sample_size
-    from lm_eval.models.utils import has_bos_prefix, resolve_max_length
+    from lm_eval.models.utils import has_bos_prefix
 
     from adapterswap.experiments.evaluation.harness import output_limit
 
-    context, vocabulary = resolve_max_length(config, tokenizer), Vocabulary(config, tokenizer)
+    context = settings.max_length or ModelConfig(config.get_text_config().to_dict()).lengths.longest
+    vocabulary = Vocabulary(config, tokenizer)
     previews = []
     with (
         silenced(),
@@ -181,9 +183,9 @@ def preview(
                     num_fewshot=task.get_config("num_fewshot"),
                     prompt=prompts[0],
                     longest=longest,
-                    room=context - longest if generates else None,
+                    room=context - longest if generates and context is not None else None,
                     max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
-                    overlong=sum(len(ids) > context + 1 for ids in whole),
+                    overlong=0 if context is None else sum(len(ids) > context + 1 for ids in whole),
                 )
             )
     return previews
@@ -220,7 +222,9 @@ def evaluate(
 
     Raises:
         AdapterswapError: see `LoadedTasks.load`, `Settings.check` and `check_texts`.
-        ArgumentError: a prompt and its output do not fit into the model's context.
+        ArgumentError: a prompt and its output do not fit into the model's context, or `max_length` does not.
+        BaseModelError: the model cannot read a text alone, or reads texts in both directions where likelihoods are
+            compared.
         DataError: a task cannot make a prompt of a document, or cannot score it.
         RunError: the device runs out of memory.
     """
@@ -264,8 +268,11 @@ def evaluate(
                 "Lower `batch_size`, or load the base in a smaller dtype",
                 parameter="batch_size",
             ) from None
+    around = surroundings(model)
+    if harness_model.alone:
+        around["one_by_one"] = sorted(harness_model.alone)
     # All processes have the same results, unless a task runs generated code: the main process decides.
-    return processes.from_main(as_result(harness_results, harness_model, loaded.tasks, settings, surroundings(model)))
+    return processes.from_main(as_result(harness_results, harness_model, loaded.tasks, settings, around))
 
 
 def padded(tokenizer: Any) -> Any:

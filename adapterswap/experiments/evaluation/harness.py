@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -23,13 +24,15 @@ from lm_eval.filters import build_filter_ensemble
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from adapterswap.core import ModelConfig
+from adapterswap.engines.live import Reading
 from adapterswap.experiments.evaluation.answers import extract_answer
 from adapterswap.experiments.evaluation.choices import SharedContexts, answer_shared, shared_contexts
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
 from adapterswap.experiments.evaluation.outputs import OutputReader
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.settings import Settings
-from adapterswap.kit.errors import ArgumentError, DataError
+from adapterswap.kit.errors import ArgumentError, BaseModelError, DataError, RunError, reason_of
 from adapterswap.kit.processes import Processes
 
 
@@ -38,7 +41,12 @@ def request_key(prompt: str, rest: dict[str, Any] | str) -> str:
     return json.dumps([prompt, rest], sort_keys=True)
 
 
-def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]], Sequence[int]]) -> list[list[int]]:
+def in_batches(
+    requests: Sequence[Any],
+    size: int,
+    measured: Callable[[list[str]], Sequence[int]],
+    alone: Callable[[Any], bool] = lambda request: False,
+) -> list[list[int]]:
     """The indices of the requests, in batches of texts of about equal length, the longest first.
 
     Requests with the same text stay together, because a model may read it once for all of them: the choices of a
@@ -48,10 +56,15 @@ def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]
         requests: the harness's instances of one kind: a prompt with settings, a context with a continuation, or a text.
         size: texts in a batch, at most.
         measured: returns the lengths of texts in tokens.
+        alone: whether a request must have a batch of its own.
     """
     kinds: dict[str, dict[str, list[int]]] = {}
     longest: dict[tuple[str, str], str] = {}
+    batches: list[list[int]] = []
     for place, request in enumerate(requests):
+        if alone(request):
+            batches.append([place])
+            continue
         text, *more = request.args
         generated = bool(more) and isinstance(more[0], dict)
         kind = request_key("", more[0]) if generated else ""
@@ -60,7 +73,6 @@ def in_batches(requests: Sequence[Any], size: int, measured: Callable[[list[str]
         kinds.setdefault(kind, {}).setdefault(text, []).append(place)
         longest[kind, text] = max(longest.get((kind, text), ""), full_text, key=len)
     lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
-    batches = []
     for kind, places in kinds.items():
         texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
         for begin in range(0, len(texts), size):
@@ -73,6 +85,10 @@ def seed_of(seed: int, batch: int) -> int:
     import numpy
 
     return int(numpy.random.SeedSequence((seed, batch)).generate_state(1, numpy.uint64)[0])
+
+
+NO_LIMIT = 2**31 - 1
+"""The longest prompt of models without a limit, such as recurrent ones."""
 
 
 class CutOutput(str):
@@ -212,6 +228,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     Attributes:
         truncated: keys of the requests whose prompt loses its beginning.
+        alone: kinds of requests that are answered one by one, because padding would change their answers.
     """
 
     def __init__(
@@ -243,6 +260,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         # A chat template writes the special tokens itself, as in training and in transformers.
         self.add_bos_token: bool | None = False if settings.apply_chat_template else None
         self._max_gen_toks, self._truncate, self._seed = settings.max_gen_toks, settings.truncate, settings.seed
+        self._requested_length, self._requested_size = settings.max_length, batch_size
+        self._lengths = ModelConfig(self.config.get_text_config().to_dict()).lengths
         self._vocabulary = Vocabulary(self.config, tokenizer)
         self._reader = OutputReader(tokenizer, self.think_end_token)
         self._may_reason = settings.enable_thinking is not False
@@ -253,12 +272,52 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         self._cut_in_batch: list[bool] = []  # in the harness's order
         self._cut_of: dict[str, list[bool]] = {}  # by the request's key; equal requests keep their order
         self.truncated: set[str] = set()
+        self.alone: set[str] = set()
         self.set_cache_hook(self)
 
     @property
     def max_gen_toks(self) -> int:
         """The limit for tasks without one (the harness's default of 256 is too short for Telugu and Bengali)."""
         return self._max_gen_toks
+
+    @property
+    def max_length(self) -> int:
+        """The most tokens of a prompt with its answer."""
+        return self._longest
+
+    @cached_property
+    def _longest(self) -> int:
+        positions = self._positions()
+        if self._requested_length is None:
+            return min(length for length in (self._lengths.longest, positions, NO_LIMIT) if length is not None)
+        if positions is not None and self._requested_length > positions:
+            raise ArgumentError(
+                f"`max_length` is {self._requested_length}, but the model has learned only {positions} positions",
+                f"Pass {positions} or less",
+                parameter="max_length",
+            )
+        return self._requested_length
+
+    def _positions(self) -> int | None:
+        """How many positions the model has learned, if it has a table of them."""
+        return Reading.of(self.model).positions
+
+    def _check_causal(self) -> None:
+        """Refuse a model that sees what it is to predict."""
+        if not Reading.of(self.model).causal:
+            raise BaseModelError(
+                f"The base model, a {self.config.model_type}, reads texts in both directions: it sees what it is to "
+                "predict, so its likelihoods say nothing",
+                "Use a base that reads from left to right; for some types, config.json needs is_decoder: true",
+                parameter="base_model",
+            )
+
+    def _choose_size(self, kind: str, side: Literal["left", "right"]) -> None:
+        """Answer requests of a kind one by one, if rows that are padded on this side would be answered differently."""
+        alike = self._processes.from_main(getattr(Reading.of(self.model), side))
+        self.batch_size_per_gpu = self._requested_size if alike else 1
+        if self.batch_size < self._requested_size:
+            self.alone.add(kind)
 
     def add_partial(self, method: str, request: Any, response: Any) -> None:
         """Called by the harness after each finished request, in the order of the batch (its hook for caches)."""
@@ -282,10 +341,19 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                 raise ArgumentError(
                     f"{request.task_name}: a prompt of {lengths[prompt]} tokens and an output of up to {budget} do not "
                     f"fit in the model's context of {self.max_length} tokens",
-                    "Lower `num_fewshot` or `max_gen_toks`, or pass `truncate=True` to cut the start of long prompts",
+                    "Lower `num_fewshot` or `max_gen_toks`, pass `truncate=True` to cut the start of long prompts, or "
+                    "pass `max_length` if the model reads more",
                     parameter="max_gen_toks",
                 )
-        batches = in_batches(requests, self.batch_size, lambda texts: [lengths[text] for text in texts])
+
+        def changes_others(request: Any) -> bool:
+            prompt, gen_kwargs = request.args
+            return self._changes_others(lengths[prompt] + output_limit(gen_kwargs, self.max_gen_toks))
+
+        self._choose_size("generate_until", "left")
+        batches = in_batches(
+            requests, self.batch_size, lambda texts: [lengths[text] for text in texts], alone=changes_others
+        )
         return self._answers(requests, batches, super().generate_until)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
@@ -301,11 +369,20 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                 raise ArgumentError(
                     f"{request.task_name}: a prompt and its continuation have {length} tokens, and do not fit in the "
                     f"model's context of {self.max_length} tokens",
-                    "Lower `num_fewshot`, or pass `truncate=True` to cut the start of long prompts",
+                    "Lower `num_fewshot`, pass `truncate=True` to cut the start of long prompts, or pass `max_length` "
+                    "if the model reads more",
                     parameter="num_fewshot",
                 )
         by_text = {"".join(pair): length for pair, length in lengths.items()}
-        batches = in_batches(requests, self.batch_size, lambda texts: [by_text[text] for text in texts])
+
+        self._check_causal()
+        self._choose_size("loglikelihood", "right")
+        batches = in_batches(
+            requests,
+            self.batch_size,
+            lambda texts: [by_text[text] for text in texts],
+            alone=lambda request: self._changes_others(lengths[request.args]),
+        )
         return self._answers(requests, batches, super().loglikelihood)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -329,11 +406,23 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         """See the harness. These texts are no conversations, so they get their special tokens."""
         self._check()
         before, self.add_bos_token = self.add_bos_token, None
-        batches = in_batches(requests, self.batch_size, self._measured)
+        self._check_causal()
+        self._choose_size("loglikelihood_rolling", "right")
+        lengths = dict(zip(texts := [request.args[0] for request in requests], self._measured(texts), strict=True))
+        batches = in_batches(
+            requests,
+            self.batch_size,
+            lambda texts: [lengths[text] for text in texts],
+            alone=lambda request: self._changes_others(lengths[request.args[0]] + 1),
+        )
         try:
             return self._answers(requests, batches, super().loglikelihood_rolling)
         finally:
             self.add_bos_token = before
+
+    def _changes_others(self, length: int) -> bool:
+        """Whether a text is so long that rotary embeddings get other frequencies, for its whole batch."""
+        return self._lengths.alike is not None and length > self._lengths.alike
 
     def _measured(self, texts: list[str]) -> list[int]:
         return self._processes.shared(texts, lambda text: len(self.tok_encode(text)))
@@ -341,11 +430,19 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         """The answers to all requests, in their order, from all processes."""
 
+        size = self.batch_size
+
         def answer_batch(number: int) -> list[Any]:
             torch.manual_seed(seed_of(self._seed, number))  # sampling does not depend on earlier batches
             self._cut_of, self._answers_in_batch = {}, []
+            self.batch_size_per_gpu = size
             batch = [requests[place] for place in batches[number]]
-            outputs = answer(batch, disable_tqdm=True)
+            if self._lengths.alike is not None:
+                Reading.of(self.model).forget()
+                if len(batch) == 1:  # of a long text, the last window is shorter than the others
+                    self.batch_size_per_gpu = 1
+            with self._explained_lengths():
+                outputs = answer(batch, disable_tqdm=True)
             if not self._cut_of:
                 return outputs
             cut = [self._cut_of[request_key(*request.args)].pop(0) for request in batch]
@@ -360,10 +457,28 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             answers |= zip(batch, batch_answers, strict=True)
         return [answers[place] for place in range(len(requests))]
 
+    @contextmanager
+    def _explained_lengths(self) -> Iterator[None]:
+        """Name the length that the user chose, if the model cannot read as much."""
+        stated = self._lengths.longest
+        try:
+            yield
+        except (IndexError, RuntimeError) as error:
+            beyond = stated is not None and self.max_length > stated
+            if not beyond or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise RunError(
+                f"The model cannot read up to `max_length`, {self.max_length} tokens: {reason_of(error)}",
+                f"Pass a lower one; its config states {stated}",
+                parameter="max_length",
+            ) from error
+
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
         """See the harness. On a CPU, a context with several continuations is read once."""
         pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        shared = shared_contexts(pairs, self.max_length + 1) if self.device.type == "cpu" else {}
+        longest = self.max_length + 1 if self._lengths.alike is None else self._lengths.alike
+        alike = Reading.of(self.model).right
+        shared = shared_contexts(pairs, longest) if self.device.type == "cpu" and alike else {}
         answers: dict[int, tuple[float, bool]] = {}
 
         def on_answer(index: int, answer: tuple[float, bool]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -53,6 +53,15 @@ class Paper(EvaluatedModel):
         self._kinds: set[str] = set()
         self.requests: dict[Request, None] = {}
         self._sampled = 0
+
+    def _positions(self) -> None:
+        """Without weights only the config tells."""
+
+    def _check_causal(self) -> None:
+        """Without weights nothing tells."""
+
+    def _choose_size(self, kind: str, side: Literal["left", "right"]) -> None:
+        """An engine makes its own batches."""
 
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         answers = super()._answers(requests, batches, answer)

@@ -160,7 +160,8 @@ class EvaluationResult:
         groups: by name, lm-evaluation-harness's means over groups of tasks.
         samples: every document of every task.
         settings: shots, limit, tokens, seed and so on, and everything else that outputs depend on: dtype, kind of
-            device, the model's own generation settings, versions of libraries.
+            device, the model's own generation settings, versions of libraries, and `one_by_one`: the kinds of requests
+            that were not batched, because padding would have changed the model's answers.
     """
 
     tasks: Mapping[str, TaskResult]

@@ -34,8 +34,10 @@ class Settings:
     Attributes:
         num_fewshot: shots before each question; by default each task's own, which is 8 for MGSM.
         limit: only the first documents of each task: their number, or a fraction below 1.
-        batch_size: sequences at once. Padding changes the last bits of sums, so compare runs of one batch size.
+        batch_size: sequences at once. Padding changes the last bits of sums, so compare runs of one batch size. A model
+            whose answers it would change further is asked one sequence at a time.
         max_gen_toks: the longest output in tokens, for tasks without a limit of their own, such as MGSM.
+        max_length: the most tokens of a prompt with its output; by default what the model can read by its config.
         gen_kwargs: generation settings that override the tasks' own (`do_sample`, `temperature`, `max_gen_toks`, …).
         apply_chat_template: format the prompt as a chat, with a turn per shot.
         system_instruction: a text before everything else.
@@ -58,6 +60,7 @@ class Settings:
     limit: float | None = None
     batch_size: int = 8
     max_gen_toks: int = 512
+    max_length: int | None = None
     gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
     apply_chat_template: bool = False
     system_instruction: str | None = None
@@ -73,7 +76,9 @@ class Settings:
     engine: str = "transformers"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
-    WHERE_SET: ClassVar[frozenset[str]] = frozenset({"engine", "enable_thinking", "think_end_token", "date"})
+    WHERE_SET: ClassVar[frozenset[str]] = frozenset(
+        {"engine", "enable_thinking", "think_end_token", "date", "max_length"}
+    )
     """The settings that `described` leaves out where they have their defaults."""
 
     @property
@@ -147,6 +152,10 @@ class Settings:
         for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):
             if value < 1:
                 problems.add(f"`{name}` is {value}", "Pass 1 or more", parameter=name)
+        if self.max_length is not None and self.max_length < 2:
+            problems.add(
+                f"`max_length` is {self.max_length}", "Pass 2 or more: a prompt and its output", parameter="max_length"
+            )
         for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
             for text in broken_texts(content):
                 problems.add(
@@ -229,6 +238,9 @@ class EvaluationOptions(StrictModel, allow_inf_nan=False):
     )
     batch_size: int = Field(default=8, ge=1, description="Sequences per batch.")
     max_gen_toks: int = Field(default=512, ge=1, description="Maximum length of an output, in tokens.")
+    max_length: int | None = Field(
+        default=None, ge=2, description="Maximum length of a prompt with its output. Default: what the model can read."
+    )
     apply_chat_template: bool = Field(default=False, description="Format prompts as a chat, with a turn per shot.")
     system_instruction: str | None = Field(default=None, description="System message at the start of every prompt.")
     enable_thinking: bool | None = Field(

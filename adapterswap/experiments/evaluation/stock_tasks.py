@@ -281,7 +281,8 @@ def from_source() -> Iterator[None]:
             sys.dont_write_bytecode, sys.pycache_prefix = before
 
 
-_NAMES = re.compile(rb"^(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
+# At the start of a line, also in files that are written as JSON, where keys are indented and quoted.
+_NAMES = re.compile(rb"^[ \t{]*[\"']?(?:task|group|tag)[\"']?[ \t]*:[ \t]*[\"']?([\w.-]+)", re.MULTILINE)
 _TASK = os.path.join("lm_eval", "api", "task.py")  # the harness's file that calls a task's templates and functions
 _PATTERN = set("*?[")
 _LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"

@@ -277,7 +277,7 @@ class Evaluation:
         inputs += plan.inputs if plan else []
         if out_path is not None:
             EVALUATION.check(out_path, overwrite=overwrite, inputs=inputs)
-        base = OpenedBase.open(str(base_model))
+        base = OpenedBase.open(str(base_model), tokenizer_of_experts=True)
         subject = Subject(base, source, plan, max_rank, max_error)
         subject.check()
         companions = subject.companions(chat_template_from)
@@ -305,6 +305,7 @@ def evaluate(
     limit: float | None = None,
     batch_size: int = 8,
     max_gen_toks: int = 512,
+    max_length: int | None = None,
     gen_kwargs: Mapping[str, Any] | None = None,
     apply_chat_template: bool = False,
     system_instruction: str | None = None,
@@ -338,7 +339,7 @@ def evaluate(
         chat_template_from: whose chat template prompts are rendered with: an expert's name, `adapter` or `base`. By
             default as of the merged model: the experts' where they agree, else the task expert's.
         max_rank, max_error: truncate the composition; see `write_adapter`.
-        num_fewshot, limit, batch_size, max_gen_toks, gen_kwargs, apply_chat_template, system_instruction,
+        num_fewshot, limit, batch_size, max_gen_toks, max_length, gen_kwargs, apply_chat_template, system_instruction,
             enable_thinking, think_end_token, date, truncate, include_path, trust_task_code, confirm_run_unsafe_code,
             language_fidelity, engine, engine_args: see `Settings` in `adapterswap.experiments.evaluation`.
         sampling_seed: for shots and for sampling.
@@ -364,7 +365,7 @@ def evaluate(
         AdapterswapError: a plan of full weights; see also `Subject.loaded` and `evaluation.evaluate`.
     """
     settings = Settings(
-        num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks,
+        num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks, max_length=max_length,
         gen_kwargs=gen_kwargs or {}, apply_chat_template=apply_chat_template, system_instruction=system_instruction,
         enable_thinking=enable_thinking, think_end_token=think_end_token, date=date, truncate=truncate,
         include_path=include_path, trust_task_code=trust_task_code, confirm_run_unsafe_code=confirm_run_unsafe_code,

@@ -341,7 +341,7 @@ class Workspace:
             )
         else:
             named = manifest.adapters
-        base = OpenedBase.open(base_model)
+        base = OpenedBase.open(base_model, tokenizer_of_experts=True)
         num_layers = Depth.known(ModelConfig(base.config.to_dict()).stacked_layers, base_model, "Use another base")
         if not isinstance(num_layers, int):
             raise UnsupportedError(

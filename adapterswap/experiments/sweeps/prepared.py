@@ -204,7 +204,7 @@ def _opened(
             experts[name] = _open(place, _field(name, recipe))
     _check_together(experts, problems)
     with problems.collect():
-        base = OpenedBase.open(recipe.base_model)
+        base = OpenedBase.open(recipe.base_model, tokenizer_of_experts=True)
     problems.raise_if_any()
     return experts, base
 

@@ -14,10 +14,13 @@ import pytest
 import torch
 from click.testing import Result
 from peft import LoraConfig, get_peft_model
+from refusals import refused
 from transformers import AutoModelForCausalLM
 
 from adapterswap.engines.live import peft_adapter
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
+from adapterswap.experiments.evaluation.tasks import LoadedTasks
+from adapterswap.kit.errors import ArgumentError
 
 from .conftest import pico_model
 
@@ -80,6 +83,15 @@ def test_a_misspelt_task_is_reported_before_anything_is_opened(run: Run, tmp_pat
     assert error_message.count("Error: ") == 1
     assert "'mgsm_direct_swa'" in error_message
     assert "Did you mean 'mgsm_direct_sw'" in error_message
+
+
+def test_a_similar_name_in_a_folder_of_tasks_is_proposed(tmp_path: Path) -> None:
+    """Also where a task file is JSON, as the lab's are."""
+    (tmp_path / "one.yaml").write_text(json.dumps({"task": "word_problems_test_fr", "dataset_path": "json"}, indent=2))
+    (tmp_path / "two.yaml").write_text("group: sums_test_fr\ntask:\n  - word_problems_test_fr\n")
+    for name, known in (("word_problems_fr", "word_problems_test_fr"), ("sums_fr", "sums_test_fr")):
+        with refused(ArgumentError, "tasks", match=f"Did you mean '{known}'"):
+            LoadedTasks.check_names([name], tmp_path)
 
 
 def test_names_of_tasks_are_checked_without_the_harness() -> None:

@@ -349,6 +349,23 @@ def test_an_adapter_is_evaluated_with_its_own_tokenizer(
     assert result.settings["generation_config"]["eos_token_id"] == 0
 
 
+def test_a_base_without_a_tokenizer_takes_that_of_its_experts(
+    byte_base: Path, byte_expert: Callable[[str], Path], pair: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(byte_base / name, bare / name)
+    plan = adapterswap.compose(adapterswap.Composition(experts=pair(OURS, OURS), bottom=1, top=1))
+
+    prepared = Evaluation.prepare(bare, TASK, plan=plan, settings=settings())
+    assert prepared.exam.preview() == Evaluation.prepare(byte_base, TASK, plan=plan, settings=settings()).exam.preview()
+    assert prepared.described["companions"] == {"tokenizer": "task", "chat_template": "task"}
+    for options in ({}, {"adapter": byte_expert("math")}):
+        with refused(BaseModelError, "base_model", match="has no tokenizer"):
+            Evaluation.prepare(bare, TASK, settings=settings(), **options)
+
+
 def test_a_template_of_nobody_cannot_be_chosen(byte_base: Path, byte_expert: Callable[[str], Path]) -> None:
     for chosen in ("nobody", "adapter"):
         with refused(ArgumentError, "chat_template_from"):
