@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import ModelConfig
+from adapterswap.experiments.evaluation.documents import check_documents, check_prompt
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
 from adapterswap.experiments.evaluation.results import EvaluationResult, Sample, Score, TaskResult, check_texts
 from adapterswap.experiments.evaluation.settings import Settings
@@ -171,6 +172,9 @@ def preview(
             encoded = tokenizer(prompts, add_special_tokens=not begun)["input_ids"]
             longest = max(map(len, encoded))
             generates = task.OUTPUT_TYPE == "generate_until"
+            for request, ids in zip(requests, encoded, strict=True):
+                if generates:
+                    check_prompt(name, request.doc_id, len(ids))
             scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
             whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
             for ids in (*encoded, *whole):
@@ -285,6 +289,8 @@ def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settin
     require("eval")
     settings.check(tokenizer)
     loaded = LoadedTasks.load(tasks, settings)
+    if not isinstance(tasks, LoadedTasks):  # an exam's have been checked
+        check_scorable(loaded, settings)
     if settings.language_fidelity:
         require("languages")
     if settings.enable_thinking:
@@ -296,6 +302,17 @@ def tasks_to_evaluate(tokenizer: Any, tasks: Sequence[str] | LoadedTasks, settin
                 parameter="enable_thinking",
             )
     return loaded
+
+
+def check_scorable(loaded: LoadedTasks, settings: Settings) -> None:
+    """Refuse tasks with documents that cannot be scored: see `check_documents`."""
+    with (
+        silenced(),
+        rendering(sandboxed=settings.sandboxed),
+        compiled_once(),
+        explained_task_errors(loaded.tasks),
+    ):
+        check_documents(loaded.tasks, settings.limit)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from adapterswap.core import OpenedBase
 from adapterswap.experiments.evaluation.evaluator import (
     TaskPreview,
     as_result,
+    check_scorable,
     evaluate,
     harness,
     preview,
@@ -51,7 +52,9 @@ class Exam:
     def load(names: Iterable[str], settings: Settings, base: OpenedBase) -> Exam:
         """The tasks of these names; see `LoadedTasks.load`. The settings get today's date if the prompts show one."""
         dated = settings.dated(base.tokenizer)
-        return Exam(base, LoadedTasks.load(list(names), dated), dated)
+        loaded = LoadedTasks.load(list(names), dated)
+        check_scorable(loaded, dated)
+        return Exam(base, loaded, dated)
 
     def preview(self) -> list[TaskPreview]:
         """The documents, the requests and the first prompt of each task; see `evaluator.preview`."""

@@ -28,6 +28,7 @@ from adapterswap.core import ModelConfig
 from adapterswap.engines.live import Reading
 from adapterswap.experiments.evaluation.answers import extract_answer
 from adapterswap.experiments.evaluation.choices import SharedContexts, answer_shared, shared_contexts
+from adapterswap.experiments.evaluation.documents import check_prompt
 from adapterswap.experiments.evaluation.mgsm import mgsm_task
 from adapterswap.experiments.evaluation.outputs import OutputReader
 from adapterswap.experiments.evaluation.prompts import Vocabulary, chat_prompts
@@ -333,6 +334,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         lengths = dict(zip(prompts, self._measured(list(prompts)), strict=True))
         for request in requests:
             prompt, gen_kwargs = request.args
+            check_prompt(request.task_name, request.doc_id, lengths[prompt])
             budget = output_limit(gen_kwargs, self.max_gen_toks)
             if lengths[prompt] + budget <= self.max_length:
                 continue
