@@ -502,9 +502,12 @@ class Tables:
 
 
 def tables(content: Mapping[str, Any]) -> list[list[str]]:
-    """The tables of the fifth plan that have any numbers, as lines in Markdown."""
+    """The tables of the fifth plan, as lines in Markdown: those of its pairs, and the one of the shipped pair."""
     made = Tables(content)
-    return [lines for lines in (made.rows(), made.questions(), made.both_skills(), made.shipped()) if len(lines) > 2]
+    has_pairs = any(made.pairs("layer swap", language) for language in LANGUAGES)
+    of_pairs = [made.rows(), made.questions(), made.both_skills()] if has_pairs else []
+
+    return [lines for lines in (*of_pairs, made.shipped()) if len(lines) > 2]
 
 
 def signed(value: float) -> str:
