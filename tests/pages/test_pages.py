@@ -118,6 +118,8 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"^(base_model|datasets|start):",
         "fragments: tests/experiments/training/test_recipe.py and test_start.py",
     ),
+    ("examples/space/README.md", r"space/app", "starts a server: tests/real/test_space.py opens it in a browser"),
+    ("examples/space/README.md", r"^mkdir|^cp ", "tests/real/test_space.py copies these files"),
     ("examples/live/README.md", r"chat\.py", "talks with its user: tests/engines/live/test_example.py"),
 ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core import Composition, ExpertName, compose, flag_of, write_adapter
+from adapterswap.core import Composition, ExpertName, compose, words_of, write_adapter
 from adapterswap.engines.gguf.export import export
 from adapterswap.experiments.studio.choice import FIELDS, by_rules
 from adapterswap.experiments.studio.workspace import Workspace
@@ -116,8 +116,7 @@ def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] 
         if key == "allow_negative":
             words += ["--allow-negative"] if content.get(key) else []
         elif key in content:
-            value = content[key]
-            words += [flag_of(key), str(value).lower() if isinstance(value, bool) else str(value)]
+            words += words_of(key, content[key])
     return words
 
 

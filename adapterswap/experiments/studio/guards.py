@@ -22,7 +22,7 @@ _POLICY = (
     "img-src 'self' data: blob:; media-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; "
     "worker-src 'self' blob:; object-src 'none'; base-uri 'self'; form-action 'self'; frame-ancestors 'self'"
 )
-_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+_HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 _MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
 _FETCHED = {"/", "/config", "/theme.css", "/favicon.ico"}
 _FETCHED |= {f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events")}
@@ -30,9 +30,10 @@ _BELOW = ("/assets/", "/static/", "/svelte/", "/gradio_api/heartbeat/", "/gradio
 _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}
 
 
-def guards(host: str) -> list[Middleware]:
-    """The middleware for a page that listens on `host`."""
-    found = [Middleware(_Guarded), Middleware(RequestBodyLimitMiddleware, max_body_size=_MOST_BYTES)]
+def guards(host: str, framed_by: str | None = None) -> list[Middleware]:
+    """The middleware for a page that listens on `host`, and that pages of the site `framed_by` may show in a frame."""
+    policy = f"{_POLICY} {framed_by}" if framed_by else _POLICY  # it ends with who may
+    found = [Middleware(_Guarded, policy=policy), Middleware(RequestBodyLimitMiddleware, max_body_size=_MOST_BYTES)]
     if _is_loopback(host):  # refuses other host names that resolve to this machine
         found.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
     return found
@@ -55,13 +56,14 @@ def _is_used(method: str, path: str) -> bool:
 class _Guarded:
     """ASGI middleware that refuses other sites and unused routes, and adds security headers to every response."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, policy: str) -> None:
         self.app = app
+        self._headers = {"content-security-policy": policy, **_HEADERS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sent(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
+                MutableHeaders(scope=message).update(self._headers)
                 if REFUSED in scope:  # Gradio's status is 500
                     message["status"] = 422
             await send(message)

@@ -1,3 +1,4 @@
+// Chromium gives the keyboard's focus to lists that scroll, which Gradio then replaces: Tab would lead nowhere.
 // Accessible names for buttons and links that Gradio calls "Remove 0", "Clear" or by a file's size.
 const nameOf = (control) => {
   if (control.matches("a[download]")) return `Download ${control.download}`;
@@ -9,6 +10,7 @@ const rename = () => {
   for (const control of document.querySelectorAll(".token-remove, a[download]")) {
     control.title = control.ariaLabel = nameOf(control);
   }
+  for (const list of document.querySelectorAll("[id$=-options]")) list.tabIndex = -1;
 };
 new MutationObserver(rename).observe(document.body, { childList: true, subtree: true, characterData: true });
 rename();

@@ -46,6 +46,12 @@ _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 _SAY = """(auto, ...values) => {
   document.dispatchEvent(new CustomEvent('studio:%s', {detail: {draw: %s, answer: %s, auto, values}})); return [];
 }"""
+# The button that empties a list is no input of Gradio's, only a change; so are updates by the page itself.
+_EMPTIED = """(auto, ...values) => {
+  if (values.slice(5, 7).some((names) => names.length === 0))
+    document.dispatchEvent(new CustomEvent('studio:ask', {detail: {draw: true, answer: auto, auto, values}}));
+  return [];
+}"""
 _PROBLEM = "document.addEventListener('studio:problem', (event) => { props.value = event.detail; });"
 _STOP = "() => { document.dispatchEvent(new CustomEvent('studio:stop')); return []; }"
 _ROWS = f"""element.addEventListener("change", async (event) => {{
@@ -507,6 +513,7 @@ class _Page:
         self._again = again = {**asking, "js": _SAY % ("ask", "false", "auto")}
         redrawing = {**asking, "js": _SAY % ("ask", "true", "auto")}
         gr.on(moved, **redrawing)
+        gr.on([controls[name].change for name in ("task", "language")], **{**asking, "js": _EMPTIED})
         typed = [self.prompt, self.auto, self.shown, self.tokens, self.chat]
         gr.on([component.input for component in typed], **{**asking, "js": _SAY % ("know", "false", "false")})
 

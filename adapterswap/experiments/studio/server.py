@@ -35,6 +35,7 @@ def serve_page(
     host: str = "127.0.0.1",
     port: int | None = None,
     open_browser: bool = False,
+    framed_by: str | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
     wait: bool = True,
 ) -> Callable[[], None]:
@@ -42,6 +43,7 @@ def serve_page(
 
     Args:
         port: the port; by default the first free one from 7860.
+        framed_by: the address of another site, whose pages may show this page in a frame.
         on_ready: called with the page's address once it can be visited.
         wait: serve until interrupted; otherwise return at once.
 
@@ -54,7 +56,7 @@ def serve_page(
     with ExitStack() as stack:
         stack.enter_context(torch_threads())  # torch's idle threads spin, and the page would wait for a core
         folder = stack.enter_context(scratch_folder("studio"))
-        page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser, folder))
+        page, url = _inside_a_loop(lambda: _launch(workspace, host, port, open_browser, folder, framed_by))
         stack.callback(page.close, verbose=False)
         on_ready(url)
         if wait:
@@ -63,7 +65,9 @@ def serve_page(
         return stack.pop_all().close
 
 
-def _launch(workspace: Workspace, host: str, port: int | None, open_browser: bool, folder: Path) -> tuple[Any, str]:
+def _launch(
+    workspace: Workspace, host: str, port: int | None, open_browser: bool, folder: Path, framed_by: str | None
+) -> tuple[Any, str]:
     """The page of a workspace, already served, and its address; Gradio's copies of files are in `folder`."""
     os.environ.update(_QUIET)  # Gradio reads these at import and at launch
     import gradio as gr
@@ -95,7 +99,8 @@ def _launch(workspace: Workspace, host: str, port: int | None, open_browser: boo
             server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,
             prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
             mcp_server=False, enable_monitoring=False, run_history=False, allowed_paths=[str(folder)],
-            show_error=False, app_kwargs={"middleware": guards(host), "routes": page.studio_routes}, max_threads=64,
+            show_error=False, max_threads=64,
+            app_kwargs={"middleware": guards(host, framed_by), "routes": page.studio_routes},
         )  # fmt: skip
     except OSError:  # Gradio's message names its own settings
         raise RunError(

@@ -180,6 +180,56 @@ def test_impossible_choices_are_explained(visit: Visit, workspace: Workspace) ->
     assert "ties" in page.locator("#written .problem").inner_text()
 
 
+def test_an_emptied_expert_is_reported_at_once(visit: Visit) -> None:
+    """By the button that empties the whole list, which Gradio does not report as an input."""
+    page = visit("?bottom=1&top=0")
+    page.get_by_role("button", name="Remove all from Task expert").click()
+    page.locator("#problem .problem", has_text="task").wait_for()
+    assert page.locator("#written .problem").count() <= 1
+
+
+def test_a_list_closes_when_the_keyboard_leaves_it(visit: Visit) -> None:
+    page = visit("?bottom=1&top=0")
+    page.locator("#set-preset input").focus()
+    page.locator("[id$=-options]").wait_for()
+    page.keyboard.press("Tab")
+    page.locator("[id$=-options]").wait_for(state="hidden")
+    assert page.evaluate("document.activeElement !== document.body")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_focus_is_visible(visit: Visit, scheme: str) -> None:
+    """The picture around each kind of control changes when the keyboard reaches it (WCAG 2.4.7)."""
+    import io
+
+    from PIL import Image
+
+    page = visit("?bottom=1&top=0", scheme=scheme)
+    controls = {
+        "radio": page.locator("#brush label").first,
+        "slider": page.get_by_role("slider", name="Bottom layers"),
+        "prompt": page.locator("#prompt textarea"),
+        "list": page.locator("#set-task .container .wrap"),
+        "button": page.get_by_role("button", name="Use the paper's layers"),
+    }
+
+    def picture(control: Any) -> Any:
+        box = control.bounding_box()
+        around = {"x": box["x"] - 6, "y": box["y"] - 6, "width": box["width"] + 12, "height": box["height"] + 12}
+        return np.asarray(Image.open(io.BytesIO(page.screenshot(clip=around))).convert("RGB")).astype(int)
+
+    for name, control in controls.items():
+        page.evaluate("document.activeElement.blur()")
+        control.scroll_into_view_if_needed()
+        before = picture(control)
+        inner = control.locator("input").first
+        target = inner if inner.count() else control
+        target.focus()
+        page.keyboard.press("Shift")  # so that the browser takes the focus for the keyboard's
+        assert (np.abs(picture(control) - before).max(axis=2) > 60).sum() > 50, name
+        page.keyboard.press("Escape")
+
+
 def test_answers_are_those_of_each_composition_alone(visit: Visit, workspace: Workspace) -> None:
     query = "?task=math&language=language&bottom=2&top=1"
     page = visit(query)
