@@ -11,7 +11,7 @@ from adapterswap.cli.composition_options import named_experts
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Output, Place, only_with
 from adapterswap.cli.output import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
-from adapterswap.core import flag_of
+from adapterswap.core import words_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -318,7 +318,7 @@ def _print_suggestion(suggestion: Suggestion, command: list[str]) -> None:
     task, language = suggestion.kept
     echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
-        zones = [word for name, count in suggestion.composition.items() for word in (flag_of(name), str(count))]
+        zones = [word for name, count in suggestion.composition.items() for word in words_of(name, count)]
         echo(shlex.join([*command, *zones, "-o", "composed"]))
     if importance.measured == "weights":
         note("a proposal from weights only may be worse than the paper's default: evaluate both, or pass texts")

@@ -8,7 +8,7 @@ from adapterswap.cli.composition_options import MethodName, parameter_text
 from adapterswap.cli.options import Json
 from adapterswap.cli.output import echo, print_json, print_rows
 from adapterswap.cli.signature import declare
-from adapterswap.core import Method, find_method, flag_of
+from adapterswap.core import Method, find_method, words_of
 from adapterswap.core.methods.registry import all_methods
 
 
@@ -62,7 +62,9 @@ def _print(method: Method) -> None:
     echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
     echo(f"in an adapter: {method.in_adapters}", f"reference: {method.reference}")
     for parameter in method.parameters:
-        flag = flag_of(parameter.name) if method.is_built_in else f"--parameter {parameter.name}="
+        flag = f"--parameter {parameter.name}="
+        if method.is_built_in and parameter.has_option:
+            flag, _ = words_of(parameter.name, "")
         echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
 
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from adapterswap.core.experts.adapter import open_expert as open_expert
     from adapterswap.core.methods.method import Method as Method
     from adapterswap.core.methods.method import Parameter as Parameter
-    from adapterswap.core.methods.method import flag_of as flag_of
     from adapterswap.core.methods.registry import find_method as find_method
+    from adapterswap.core.methods.registry import words_of as words_of
     from adapterswap.core.model.base import Base as Base
     from adapterswap.core.model.checkpoints import Checkpoint as Checkpoint
     from adapterswap.core.model.checkpoints import StoredTensor as StoredTensor
@@ -87,8 +87,8 @@ _HOME = {
     "Rule": "planning.rules",
     "Method": "methods.method",
     "Parameter": "methods.method",
-    "flag_of": "methods.method",
     "find_method": "methods.registry",
+    "words_of": "methods.registry",
     # Plans
     "Plan": "planning.plan",
     "compose": "planning.functions",

@@ -35,6 +35,7 @@ class Parameter:
         required: a whole composition must set it; rules use `default`.
         rule_name: its name in rules, if it differs from `name`.
         shared: all rules of a composition share one value, so it is a field of compositions and not of rules.
+        has_option: whether it has an option of its own on the command line; `--parameter NAME=VALUE` sets all of them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Parameter:
     required: bool = False
     rule_name: str = ""
     shared: bool = False
+    has_option: bool = False
 
     @property
     def kind(self) -> type[float | bool | str]:
@@ -69,7 +71,9 @@ class Parameter:
         return ", ".join(named) or ("a whole number" if self.kind is int else "a number")
 
 
-SCALE = Parameter("scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda")
+SCALE = Parameter(
+    "scale", "factor λ of the combined ΔW", 1.0, ge=-LARGEST, le=LARGEST, rule_name="lambda", has_option=True
+)
 DENSITY = Parameter(
     "density",
     "share of ΔW to keep: of n entries ⌊density · n⌋, or each with this chance where they are drawn",
@@ -77,13 +81,9 @@ DENSITY = Parameter(
     gt=0,
     le=1,
     required=True,
+    has_option=True,
 )
-SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True)
-
-
-def flag_of(field: str) -> str:
-    """The option of a composition's field. `--seed` is the seed of a training, so a method's seed is --method-seed."""
-    return "--method-seed" if field == SEED.name else f"--{field.replace('_', '-')}"
+SEED = Parameter("seed", "seed of the random choices", 0, ge=0, shared=True, has_option=True)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from adapterswap.core.methods.linear import AdaMergeX, LayerSwap, Linear, Soup, TaskArithmetic
-from adapterswap.core.methods.method import Method, NonlinearMethod, Parameter, SpanMethod
+from adapterswap.core.methods.method import SEED, Method, NonlinearMethod, Parameter, SpanMethod
 from adapterswap.core.methods.sparse import (
     ArceeFusion,
     Breadcrumbs,
@@ -73,6 +73,20 @@ PARAMETERS: dict[str, Parameter] = {}
 for _method in BUILT_IN.values():
     for _parameter in _method.parameters:
         PARAMETERS.setdefault(_parameter.name, _parameter)
+
+
+def words_of(field: str, value: object) -> tuple[str, str]:
+    """The option of a composition's field and its value, as the command line takes them.
+
+    `--seed` is the seed of a training, so a method's seed is --method-seed. A method's parameter without an option of
+    its own is a value of --parameter.
+    """
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    parameter = PARAMETERS.get(field)
+    if parameter is not None and not parameter.has_option:
+        return "--parameter", f"{field}={text}"
+    return "--method-seed" if field == SEED.name else f"--{field.replace('_', '-')}", text
+
 
 RESERVED = frozenset(
     {

@@ -285,7 +285,9 @@ def _softmax(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.asarray(powers / powers.sum(axis=1, keepdims=True))
 
 
-THRESHOLD = Parameter("threshold", "smallest change that counts: entries of ΔW up to it are dropped", 1e-5, ge=0)
+THRESHOLD = Parameter(
+    "threshold", "smallest change that counts: entries of ΔW up to it are dropped", 1e-5, ge=0, has_option=True
+)
 BOOST = Parameter("boost", "how much entries that one expert alone changes are scaled up", 0.1, ge=0)
 BOOST_LIMIT = Parameter("boost_limit", "largest ratio of shared to own entries that scales them up", 0.2, ge=0)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from adapterswap import __version__
-from adapterswap.core import BASE, Rule, flag_of
+from adapterswap.core import BASE, Rule, words_of
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.reporting.choices import (
     Choice,
@@ -89,7 +89,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
         if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
-            words += [flag_of(key), str(value)]
+            words += words_of(key, value)
     words += ["--allow-negative"] if content.get("allow_negative") else []
     return shlex.join([*words, "--out-path", cell.cell])
 
