@@ -38,7 +38,7 @@ def test_a_notebook_runs(
 
 
 def test_notebooks_contain_no_local_paths() -> None:
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 4
     for notebook in NOTEBOOKS:
         text = notebook.read_text()
         assert "/home/" not in text
