@@ -210,6 +210,8 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
             ["compose", "-t", "a", "-l", "b", "-o", "x", "--bottom", "many"],
             "--bottom is many, but must be a whole",
         ),
+        (["compose", "-t", "a", "-l", "b", "--rule", "a", "-o", "x"], "--rule needs names: pass --expert NAME=PATH"),
+        (["compose", "-t", "a", "--expert", "b=b", "-o", "x"], "Pass experts with either --expert or"),
         (["swap"], "No such command 'swap'. Did you mean 'sweep'?"),
         (["compse"], "No such command 'compse'. Did you mean 'compose'?"),
         (["recipes", "validat"], "Did you mean 'validate'?"),

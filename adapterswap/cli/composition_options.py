@@ -14,7 +14,7 @@ import click
 from adapterswap.cli.options import Count, Dtype, Expert, NamedExpert, name_and_path
 from adapterswap.cli.output import note
 from adapterswap.cli.signature import Option, Options
-from adapterswap.core import Parameter, find_method, flag_of
+from adapterswap.core import Parameter, find_method, words_of
 from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, Problems
 from adapterswap.kit.processes import Processes
@@ -54,9 +54,8 @@ class MethodName(click.ParamType[str]):
 def _parameter_option(parameter: Parameter) -> Option:
     """The option of a method's parameter. `adapterswap methods NAME` shows it instead of every command's help."""
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
-    option = Option(
-        [flag_of(parameter.name), parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter)
-    )
+    flag, _ = words_of(parameter.name, "")
+    option = Option([flag, parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter))
     option.metavar = None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
     option.rule, option.listed = parameter.allowed, False
     return option
@@ -116,8 +115,8 @@ def _composition(
         task_weight: The task's weight in blends.  [default: 1]
         language_weight: The language's weight in blends.  [default: 1]
         weights: magnitude: divide weights by each side's mean |ΔW|.  [default: equal]
-        more_parameters: A parameter of the method, which also has an option of its own, such as --density 0.5;
-            `adapterswap methods NAME` shows them. Repeatable.
+        more_parameters: A parameter of the method, such as boost=0.2; some have options of their own, such as
+            --density 0.5. `adapterswap methods NAME` shows them. Repeatable.
         row_threshold: Set rows of ΔW with a mean |ΔW| below X to zero.
         partition: Divide layers and modules as in the second paper.
         norms: Norms of full checkpoints: averaged, or with their layer.  [default: average]
@@ -134,7 +133,8 @@ def _composition(
     return {**options.pop("parameters"), **options}
 
 
-Requested = Annotated[dict[str, Any], Options(_composition, map(_parameter_option, PARAMETERS.values()))]
+_WITH_OPTIONS = [parameter for parameter in PARAMETERS.values() if parameter.has_option]
+Requested = Annotated[dict[str, Any], Options(_composition, map(_parameter_option, _WITH_OPTIONS))]
 """What to compose, unchanged, for `plan_from_options`."""
 
 
@@ -191,6 +191,8 @@ def composition_from_options(
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)
     if experts or rules:
+        if rules and (tasks or languages) and not experts:
+            raise click.UsageError("--rule needs names: pass --expert NAME=PATH instead of -t and -l.")
         if tasks or languages:
             raise click.UsageError(
                 "Pass experts with either --expert or --task-expert and --language-expert, not both."
@@ -312,7 +314,7 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
         if not equals or not name or not value:
             raise click.UsageError(f"--parameter {setting!r} is not NAME=VALUE.")
         if name in values or name in fields:
-            both = "twice by --parameter" if name in values else f"both by {flag_of(name)} and by --parameter"
+            both = "twice by --parameter" if name in values else f"both by {words_of(name, '')[0]} and by --parameter"
             raise click.UsageError(f"{name} was passed {both}.")
         values[name] = value
     return {"parameters": values} if values else {}

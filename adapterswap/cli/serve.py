@@ -35,6 +35,7 @@ class _Serve(Command):
             option = next(
                 arg for arg in all_args if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
             )
+            _refuse_reserved(option, all_args)
             value = "".join(f" {arg}" for arg in all_args[all_args.index(option) + 1 :][:1] if not arg.startswith("-"))
             raise click.UsageError(
                 f"{error.format_message()} The engine's own options go after `--`: "
@@ -43,11 +44,20 @@ class _Serve(Command):
             ) from None
 
 
+def _refuse_reserved(option: str, all_args: list[str]) -> None:
+    """Raise for an option that the engine cannot get from here either, such as a key, which others could read."""
+    from adapterswap.engines.serving.llama_cpp import LlamaLaunch
+    from adapterswap.engines.serving.vllm import Launch
+
+    launch = LlamaLaunch if {"llama.cpp", "--engine=llama.cpp"} & {*all_args} else Launch
+    launch.check_reserved([option])
+
+
 @declare("serve", cls=_Serve)
 def serve_command(
     engine_args: Annotated[tuple[str, ...], click.UNPROCESSED, "[-- ENGINE ARGS]"] = (),
     *,
-    base_model: Expert,
+    base_model: Expert | None = None,
     experts_path: Annotated[Place, "--experts", "DIR|YAML"],
     cache: Folder | None = None,
     engine: Literal["vllm", "llama.cpp"] = "vllm",
@@ -61,12 +71,13 @@ def serve_command(
     """Serve compositions by name with vLLM or llama.cpp.
 
     A request names a composition as its model: `math+swahili`, `math+swahili@bottom=4,top=1`, or a single expert. It is
-    composed on first use. Arguments after `--` go to the engine's server and override the defaults: `-- --port 8001
+    composed on first use. An experts.yaml can hold all of a service: `base_model`, and `engine` with options of the
+    server. Arguments after `--` go to the engine's server and override the defaults: `-- --port 8001
     --dtype bfloat16`. The server listens on 127.0.0.1 unless you pass `--host` there. It prints `ready` once it has
     decoded a token, or exits with 3 and the reason if the engine cannot serve the base.
 
     Args:
-        base_model: The base model of all experts.
+        base_model: The base model of all experts.  [required, unless experts.yaml has `base_model`]
         cache: Folder for composed adapters.  [default: ~/.cache/adapterswap/serving]
         engine: Engine that runs the base.
         gguf: llama.cpp: the base model, converted by convert_hf_to_gguf.py.
@@ -88,10 +99,15 @@ def serve_command(
     if not (dry_run or is_llama):
         require("vllm")
     manifest, store = Manifest.read(experts_path), Cache(cache or Cache.default())
+    base_model = base_model or manifest.base_model
+    if base_model is None:
+        raise click.UsageError("Pass --base-model, or name the base in experts.yaml: base_model: PATH|ID.")
+    engine_args = (*manifest.engine_args, *engine_args)
     if gguf is not None:
         from adapterswap.engines.serving.llama_cpp import LlamaLaunch
         from adapterswap.engines.serving.pieces import PieceComposer
 
+        LlamaLaunch.find_base(gguf)
         pieces = PieceComposer(manifest, base_model, store, outtype or "f32")
         llama = LlamaLaunch.plan(pieces, gguf, engine_args, llama_server, max_request_mb or 1)
         for name in manifest.allow or ():
@@ -184,7 +200,8 @@ def _show(
     from adapterswap.core.model.sources import Reference
 
     manifest, cache = composer.manifest, composer.cache.root
-    example = manifest.allow[0] if manifest.allow is not None else "+".join(list(manifest.experts)[:2])
+    # Which experts are tasks and which are languages, their names do not say: one of them is always right.
+    example = manifest.names[0]
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
     served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
@@ -216,4 +233,12 @@ def _show(
         return
     for remark in (f"served: {served}; {shown.kept}, kept in {cache}", *shown.remarks):
         note(remark)
-    echo(shown.before + shlex.join(launch.command), curl)
+    echo(shown.before + shlex.join(map(_shortened, launch.command)), curl)
+
+
+_LONG = 300  # characters of an argument: llama.cpp gets the paths of all pieces in one
+
+
+def _shortened(argument: str) -> str:
+    """An argument as it is shown: the beginning of a long one, unless --verbose or --json asks for all of it."""
+    return argument if len(argument) <= _LONG or is_verbose() else f"{argument[: _LONG // 2]}… (--verbose shows it)"

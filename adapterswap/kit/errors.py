@@ -42,10 +42,10 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def reason_of(error: BaseException) -> str:
-    """A library's error in one short line."""
+def reason_of(error: BaseException, most: int = _REASON) -> str:
+    """A library's error in one line of at most this many characters."""
     reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
-    return reason if len(reason) <= _REASON else f"{reason[: _REASON - 1]}…"
+    return reason if len(reason) <= most else f"{reason[: most - 1]}…"
 
 
 def and_more(names: Sequence[str], at_most: int = 1) -> str:

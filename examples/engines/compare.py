@@ -58,4 +58,4 @@ def main(ours: Run, theirs: Run) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs=2)
-    main(*map(Run, parser.parse_args().runs))
+    main(*map(Run.read, parser.parse_args().runs))

@@ -11,9 +11,26 @@ from pathlib import Path
 
 import pytest
 from engines.serving.environment import environment, needs_vllm, vllm_python
+from experiments.reporting.crafting import craft, recipe
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "engines"
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    """The last line of the page, on two folders with made-up scores, one answer of which was changed."""
+    requested = recipe(
+        task_experts={"math1": "experts/math1"}, language_experts={"sw1": "experts/sw1"},
+        compositions=[{"bottom": 3, "top": 1}], baselines=["task"], retention=[],
+    )  # fmt: skip
+    runs = [craft(tmp_path / name, requested, documents=5) for name in ("ours", "theirs")]
+    command = [sys.executable, EXAMPLE / "compare.py", *runs]
+    (task,) = requested.tasks
+    for equal in (10, 9):
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert printed[1].split()[:3] == [task, "10", str(equal)]
+        changed = next((runs[1] / "samples").iterdir())
+        changed.write_text(re.sub(r'"output": "[^"]*"', '"output": "other"', changed.read_text(), count=1))
 
 
 @needs_vllm

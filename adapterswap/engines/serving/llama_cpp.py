@@ -20,7 +20,15 @@ from pathlib import Path
 
 from adapterswap.core.model.sources import Source
 from adapterswap.engines.gguf.header import read_gguf
-from adapterswap.engines.serving.llama_engine import KEY, Engine, engine_command, find_program, free_port, running
+from adapterswap.engines.serving.llama_engine import (
+    KEY,
+    Engine,
+    engine_command,
+    find_program,
+    free_cores,
+    free_port,
+    running,
+)
 from adapterswap.engines.serving.pieces import PieceComposer
 from adapterswap.kit.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
 from adapterswap.kit.files.text import expand, read_small
@@ -102,6 +110,30 @@ class LlamaLaunch:
                 signal.signal(number, handler)
 
     @staticmethod
+    def find_base(gguf: str | Path) -> Path:
+        """The base's file; an error if there is none, which costs nothing to find out."""
+        path = expand(gguf)
+        if not path.is_file():
+            raise NotFoundError(
+                f"{path} is not a file",
+                "Pass the base as llama.cpp's convert_hf_to_gguf.py writes it",
+                parameter="gguf",
+            )
+        return path
+
+    @staticmethod
+    def check_reserved(arguments: Sequence[str]) -> None:
+        """Raise an `ArgumentError` for an argument that adapterswap decides."""
+        for argument in arguments:
+            name = argument.partition("=")[0]
+            if name in _OURS:
+                raise ArgumentError(
+                    f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}",
+                    "Leave it out",
+                    parameter="arguments",
+                )
+
+    @staticmethod
     def plan(
         composer: PieceComposer,
         gguf: str | Path,
@@ -118,21 +150,14 @@ class LlamaLaunch:
             llama_server: the program; by default the one on the PATH, or the one in the package xllamacpp.
             max_request_mb: the size of the largest request that is read.
         """
-        for argument in arguments:
-            name = argument.partition("=")[0]
-            if name in _OURS:
-                raise ArgumentError(
-                    f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}",
-                    "Leave it out",
-                    parameter="arguments",
-                )
+        LlamaLaunch.check_reserved(arguments)
         try:
             own, rest = _PROXYS.parse_known_args(arguments)
         except argparse.ArgumentError as error:
             raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
         if not 0 < own.port < 2**16:
             raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
-        path = expand(gguf)
+        path = LlamaLaunch.find_base(gguf)
         check_base_file(path, composer.architecture, composer.num_layers)
         base_name = Source.of_base(composer.base_model).name
         if base_name in composer.manifest.experts:
@@ -140,6 +165,8 @@ class LlamaLaunch:
                 f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
             )
         inner = free_port()
+        if not {"-t", "--threads"} & {argument.partition("=")[0] for argument in rest}:
+            rest = [*_threads(), *rest]
         command = engine_command(
             find_program(llama_server),
             str(path),
@@ -152,6 +179,15 @@ class LlamaLaunch:
         return LlamaLaunch(
             tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
         )
+
+
+def _threads() -> tuple[str, ...]:
+    """llama.cpp's option for as many threads as cores are free; () where the system does not say.
+
+    Its threads wait for each other actively, so one that shares its core with another program delays all of them.
+    """
+    cores = free_cores()
+    return () if cores is None else ("--threads", str(cores))
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
@@ -167,10 +203,6 @@ def _keys(file: str | None) -> tuple[str, ...]:
 
 def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
     """Raise unless a GGUF file is complete and has this architecture and depth."""
-    if not path.is_file():
-        raise NotFoundError(
-            f"{path} is not a file", "Pass the base as llama.cpp's convert_hf_to_gguf.py writes it", parameter="gguf"
-        )
     remedy = "Convert the base again with llama.cpp's convert_hf_to_gguf.py"
     try:
         fields = read_gguf(path).fields

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -115,6 +116,22 @@ def engine_command(
         *program, "-m", base, "--alias", alias, "--host", "127.0.0.1", "--port", str(port),
         "--lora-scaled", line, *arguments,
     ]  # fmt: skip
+
+
+def free_cores() -> int | None:
+    """The physical cores that this process may use and that nothing else keeps busy, at least 1; None if unknown."""
+    if sys.platform != "linux":
+        return None
+    usable = os.sched_getaffinity(0)
+    siblings: set[str] = set()
+    for core in usable:
+        try:
+            path = f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+            siblings.add(Path(path).read_text(encoding="ascii"))
+        except OSError:
+            siblings.add(str(core))
+    busy = round(os.getloadavg()[0])
+    return max(1, min(len(siblings), len(usable) - busy))
 
 
 def free_port() -> int:

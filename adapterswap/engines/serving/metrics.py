@@ -6,6 +6,7 @@ so a name is counted by itself only if the server answered it, and only up to a 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -19,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from adapterswap.engines.serving.refusals import NO_KEY, has_key, refusal
+from adapterswap.engines.serving.refusals import ENDING, NO_KEY, has_key, refusal
 from adapterswap.kit.errors import printable
 
 MODEL = "adapterswap.model"
@@ -77,6 +78,11 @@ class Measured:
 
         try:
             await self._app(scope, receive, noted)
+        except asyncio.CancelledError:
+            # The server ends, and the seconds that answers have for it are over. Without an answer of ours, uvicorn
+            # would send a plain 500 and print a traceback; a stream that has begun breaks off.
+            if status == _LEFT:
+                await refusal(503, ENDING, headers={"retry-after": "5"})(scope, receive, noted)
         finally:
             seconds, name = time.perf_counter() - began, str(scope.get(MODEL, ""))
             self.add(name if status < 400 or status == _LEFT else "", status, seconds)

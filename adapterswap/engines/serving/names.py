@@ -6,9 +6,12 @@ among these experts, and is never part of a path, so requests cannot reach anyth
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PrivateAttr
 
@@ -88,6 +91,15 @@ class Manifest(StrictModel):
         ge=1,
         description="How many compositions one server serves. Each takes as much disk as an adapter.",
     )
+    base_model: str | None = Field(
+        default=None,
+        description="The base of all experts: a folder (relative to this file) or a Hub id; --base-model overrides it.",
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the engine's own server, as after `--`, which overrides them: {port: 8001, "
+        "enforce-eager: true}.",
+    )
 
     _skipped: tuple[str, ...] = PrivateAttr(default=())
 
@@ -110,6 +122,20 @@ class Manifest(StrictModel):
     def stacked(self) -> frozenset[str]:
         """The adapters that were trained on top of another one, in a chain."""
         return frozenset(name for parts in self.chains.values() for name in parts[1:])
+
+    @property
+    def engine_args(self) -> tuple[str, ...]:
+        """The engine's options as arguments: true is a flag alone, a list several values, a mapping JSON."""
+        arguments: list[str] = []
+        for key, value in self.engine.items():
+            arguments.append("--" + key.replace("_", "-"))
+            if isinstance(value, list):
+                arguments += map(str, value)
+            elif isinstance(value, Mapping):
+                arguments.append(json.dumps(value))
+            elif value is not True:
+                arguments.append(str(value))
+        return tuple(arguments)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,6 +174,19 @@ class Manifest(StrictModel):
             except AdapterswapError as error:  # here the file is at fault, not a request
                 for problem in error.found:
                     problems.add(problem.message, problem.remedy, parameter="allow")
+        for key, value in manifest.engine.items():
+            if re.fullmatch(r"[A-Za-z][\w-]*", key) is None:
+                problems.add(
+                    f"{path}: {shown(key)} is not an option of a server",
+                    "Write it without dashes in front, as in `port: 8001`",
+                    parameter="engine",
+                )
+            elif value is None or value is False:
+                problems.add(
+                    f"{path}: the option {key} is {json.dumps(value)}, which no server can be told",
+                    "Remove it, or write the option that switches it off, such as `no-enable-prefix-caching: true`",
+                    parameter="engine",
+                )
         if not manifest.experts:
             problems.add(f"{path} lists no experts", "Add `NAME: PATH` lines under `experts:`", parameter="experts")
         if manifest.allow == ():
@@ -199,4 +238,7 @@ def _from_file(path: Path) -> Manifest:
     def resolve(reference: str) -> str:
         return str(folder / reference) if os.path.isdir(folder / reference) else reference
 
-    return manifest.model_copy(update={"experts": Places(manifest.experts).placed(resolve)})
+    update: dict[str, Any] = {"experts": Places(manifest.experts).placed(resolve)}
+    if manifest.base_model is not None:
+        update["base_model"] = resolve(manifest.base_model)
+    return manifest.model_copy(update=update)

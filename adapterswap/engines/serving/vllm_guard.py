@@ -8,6 +8,8 @@
 * vLLM lists a composition under `/v1/models` only after it was requested. Here the experts are listed from the start,
   or the names in `allow`.
 * The key in VLLM_API_KEY is checked before the body is read: vLLM itself checks it after this middleware.
+* When the server ends, running answers have the seconds of vLLM's `--shutdown-timeout`; then their connections are
+  closed, for which uvicorn would otherwise wait as long as clients do.
 * The server starts to listen only after it has decoded a token; see `readiness`.
 * Requests are counted, and each has a line in the log; see `metrics`.
 """
@@ -30,6 +32,7 @@ from adapterswap.engines.serving.refusals import NO_KEY, NO_MODEL, has_key, refu
 
 _NO_LOADING = "Loading adapters is switched off. This server composes its own experts by name: request TASK+LANGUAGE."
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")  # paths for which vLLM 0.32 requires its key
+_CLOSE_S = 1  # for connections to close once vLLM's engine has ended
 _INPUTS = {"prompt", "messages", "input", "token_ids", "query"}  # of endpoints that declare no request schema
 
 
@@ -85,6 +88,8 @@ def _checked(app: Any, send: Send) -> Send:
             failure = await readiness.check(app.state)
             if failure is not None:
                 message = {"type": "lifespan.startup.failed", "message": failure}
+        if message["type"] == "lifespan.startup.complete":
+            app.state.server.config.timeout_graceful_shutdown = _CLOSE_S
         await send(message)
         if message["type"] == "lifespan.startup.complete":
             readiness.announce()

@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from adapterswap.core import Adapter, Base, OpenedBase, Plan
 from adapterswap.core.model.sources import CONFIG, WEIGHTS
 from adapterswap.engines.serving.composer import check_fits
-from adapterswap.engines.serving.vllm import RANKS
+from adapterswap.engines.serving.vllm import RANKS, Launch
 from adapterswap.experiments.evaluation.engine import Engine, FullWeights, Loadable, Output
 from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
 from adapterswap.kit.dependencies import require
@@ -47,6 +47,7 @@ _ENVIRONMENT = {
 }
 _TOP_K = 50  # transformers' default for sampling
 _MAX_LORAS = 8  # adapters in one batch
+_CACHE_SIZES = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 _FAILURES = 3  # steps that may raise while one composition is evaluated
 
 
@@ -188,7 +189,12 @@ class VLLMEngine(Engine):
                 "Use `engine=transformers`, or evaluate tasks that generate",
                 parameter="engine",
             )
-        on_cpu = {"enforce_eager": True} if self._platform == "cpu" else {}  # compiling takes longer than a small sweep
+        on_cpu: dict[str, Any] = {}
+        if self._platform == "cpu":
+            on_cpu["enforce_eager"] = True  # compiling takes longer than a small sweep
+            cache_bytes = Launch.cpu_cache_bytes()
+            if cache_bytes is not None and not _CACHE_SIZES & self._arguments.keys():
+                on_cpu["kv_cache_memory_bytes"] = cache_bytes
         self._settings = {
             "model": str(base.source.folder),
             "dtype": dtype,
@@ -437,4 +443,4 @@ def _reason(error: BaseException) -> str:
     """The first of the errors that led to this one: vLLM wraps its reasons in general ones."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return reason_of(error)
+    return reason_of(error, 800)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -230,7 +231,15 @@ def test_a_dry_run_starts_and_writes_nothing(
     output = json.loads(result.stdout)
     assert output["pieces"] == 6 * (3 * 2 + 1) + 1  # one expert has LoRA on attention only, one outside the layers too
     assert output["url"] == "http://127.0.0.1:8123"
-    assert output["command"][-2:] == ["--ctx-size", "64"]
+    threads = output["command"].index("--threads")
+    assert output["command"][threads + 2 :] == ["--ctx-size", "64"]
+    assert 1 <= int(output["command"][threads + 1]) <= len(os.sched_getaffinity(0))
+    own = run(*command(base, gguf, world["math"].parent, tmp_path), *options, "-t", "3")
+    assert "--threads" not in json.loads(own.stdout)["command"]
+    shown = run(*command(base, gguf, world["math"].parent, tmp_path), "--dry-run")
+    assert max(map(len, shown.stdout.splitlines())) < 2000
+    whole = run(*command(base, gguf, world["math"].parent, tmp_path), "--dry-run", "--verbose")
+    assert ",".join(output["command"][output["command"].index("--lora-scaled") + 1].split(",")) in whole.stdout
     assert not list(tmp_path.rglob("*.gguf"))
 
 

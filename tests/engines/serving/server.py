@@ -56,6 +56,10 @@ class Server:
         """The exit status, once it has ended by itself."""
         return self._process.wait(timeout)
 
+    def terminate(self) -> None:
+        """Send SIGTERM to the server's own process, as an operator does."""
+        self._process.terminate()
+
     def stop(self) -> None:
         for kind in (signal.SIGTERM, signal.SIGKILL):
             try:

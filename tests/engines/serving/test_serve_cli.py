@@ -80,7 +80,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(
     }
     assert output["started"] is False
     assert output["experts"]["code"] == {"source": "code", "rank": 16}
-    assert json.loads(output["curl"].split("-d '")[1].rstrip("'"))["model"] == "code+math"
+    assert json.loads(output["curl"].split("-d '")[1].rstrip("'"))["model"] == "code"
     assert not (tmp_path / "cache").exists()
 
 
@@ -233,8 +233,43 @@ def test_options_of_vllm_belong_after_two_dashes(
     assert result.stderr.rstrip().endswith(example)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--api-key", "foo"], ["--api_key=foo"], ["--engine", "llama.cpp", "--gguf", "x", "--api-key", "foo"]],
+)
+def test_a_key_is_refused_at_once(run: Callable[..., Result], arguments: list[str]) -> None:
+    """Not first in one place and then in the other; the engine decides which variable holds keys."""
+    result = run("serve", "--base-model", "b", "--experts", "e", *arguments)
+    assert result.exit_code == 2
+    assert ("LLAMA_API_KEY" if "--engine" in arguments else "VLLM_API_KEY") in result.stderr
+    assert "-- --api" not in result.stderr
+
+
+def test_one_file_is_a_service(
+    run: Callable[..., Result], served_base: Callable[[str], Path], experts: Path, tmp_path: Path
+) -> None:
+    """The base, the experts, and the engine's options; what follows `--` comes later, and so wins."""
+    path = tmp_path / "experts.yaml"
+    engine = "{port: 8123, enforce_eager: true, lora-target-modules: [q_proj, k_proj], hf-overrides: {a: 1}}"
+    path.write_text(f"experts: {{math: {experts}/math}}\nbase_model: base\nengine: {engine}\n")
+    (tmp_path / "base").symlink_to(served_base("llama"))
+    fixed = ["serve", "--experts", path, "--cache", tmp_path / "cache", "--dry-run", "--json"]
+    output = output_of(run(*fixed))
+    assert output["url"] == "http://127.0.0.1:8123"
+    given = ["--port", "8123", "--enforce-eager", "--lora-target-modules", "q_proj", "k_proj"]
+    assert output["command"][-8:] == [*given, "--hf-overrides", '{"a": 1}']
+    assert output["environment"]["ADAPTERSWAP_BASE_MODEL"] == str(tmp_path / "base")
+    assert output_of(run(*fixed, "--", "--port", "8124"))["url"] == "http://127.0.0.1:8124"
+    for wrong in ("{api-key: secret}", "{--port: 8123}", "{port: null}", "{enforce-eager: false}"):
+        path.write_text(f"experts: {{math: {experts}/math}}\nbase_model: base\nengine: {wrong}\n")
+        result = run(*fixed)
+        assert (result.exit_code, result.stdout) == (2, ""), wrong
+    path.write_text(f"experts: {{math: {experts}/math}}\n")
+    assert run(*fixed).exit_code == 2
+
+
 def test_usage_errors_exit_with_2(run: Callable[..., Result]) -> None:
-    assert run("serve", "--experts", "x").exit_code == 2
+    assert run("serve", "--base-model", "x").exit_code == 2
 
 
 def test_the_plugin_is_registered_and_cheap_if_unused() -> None:
