@@ -28,6 +28,8 @@ def verify_command(
     path: Expert,
     *,
     experts: tuple[NamedExpert, ...] = (),
+    task_expert: Annotated[tuple[Expert, ...], "-t", "--task-expert"] = (),
+    language_expert: Annotated[tuple[Expert, ...], "-l", "--language-expert"] = (),
     rules: Annotated[tuple[str, ...], "--rule", "RULE"] = (),
     base_model: Expert | None = None,
     as_json: Json = False,
@@ -46,6 +48,8 @@ def verify_command(
 
     Args:
         experts: The folder of a source; repeatable.
+        task_expert: The task expert, as for `compose`, instead of its name.
+        language_expert: The language expert, likewise.
         rules: If PATH has no record: the composition to compare it with, as for `compose`; repeatable.  [default: the
             only expert]
         base_model: The base model, if it came from a folder.
@@ -60,7 +64,10 @@ def verify_command(
 
     source_paths = dict(map(name_and_path, experts))
     with working("verifying"):
-        verification = verify(path, source_paths, base_model=base_model, rules=parsed_rules(rules) or None)
+        verification = verify(
+            path, source_paths, task_expert=task_expert, language_expert=language_expert, base_model=base_model,
+            rules=parsed_rules(rules) or None,
+        )  # fmt: skip
     if as_json:
         print_json(verification.as_json())
     elif isinstance(verification, Attribution):

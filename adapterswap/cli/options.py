@@ -227,6 +227,17 @@ class Push(NamedTuple):
             url = publish(folder, self.repo, **self.settings)
         note(f"uploaded: {url}")
 
+    def announce(self) -> None:
+        """Say what would be uploaded, in a dry run, and what was not checked."""
+        if self.repo is None:
+            return
+        branch = f", branch {self.settings['revision']}" if self.settings["revision"] else ""
+        visible = {True: "only if it is private", False: "public if it is new", None: "private if it is new"}
+        note(
+            f"would be uploaded to {self.repo}{branch} ({visible[self.settings['private']]}). Not checked: the login, "
+            "and whether you may write there."
+        )
+
 
 Pushed = Annotated[Push, Options(Push.of)]
 
@@ -251,6 +262,8 @@ class Writing(NamedTuple):
         """Upload what was written, then let `show` print, or print `content` as JSON and the warnings of `show`."""
         if self.push is not None and not self.dry_run:
             self.push.upload(self.out_path)
+        elif self.push is not None:
+            self.push.announce()
         if self.as_json:
             print_json({"out_path": self.out_path, "written": not self.dry_run, **content()})
             with only_warnings():

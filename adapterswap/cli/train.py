@@ -81,6 +81,8 @@ def train_command(
         with working("reading rows", shown=Processes.is_first()):
             expected = estimate(run_recipe, out_path=out_path or run_recipe.out_path or None, **how)
         content = expected.to_json
+        if Processes.is_first():
+            push.announce()
     else:
         report = train(run_recipe, out_path=out_path, progress=not is_quiet(), **how)
         Processes.leave()

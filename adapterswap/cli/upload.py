@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from adapterswap.core.model.sources import CONFIG
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError, reason_of
-from adapterswap.kit.files.text import expand
+from adapterswap.kit.files.text import expand, read_json
 from adapterswap.kit.hub import HubFailure
 
 
@@ -23,6 +24,20 @@ def check_repository(repo: str) -> None:
             "Pass org/name; use `revision` for a branch",
             parameter="push_to_hub",
         ) from None
+
+
+def _check_public(folder: Path) -> None:
+    """Refuse an adapter that names its base by a path of this machine, from which nobody else can load it."""
+    if not os.path.exists(folder / CONFIG):
+        return
+    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+    if isinstance(base, str) and (os.path.isabs(base) or os.path.exists(base)):
+        raise OutputError(
+            f"{folder} was written but not uploaded: its {CONFIG} names the base by a path of this machine, {base}",
+            "Compose it with `base_model=org/name`, or correct `base_model_name_or_path` in that file; then upload the "
+            "folder with `hf upload`",
+            parameter="push_to_hub",
+        )
 
 
 def publish(
@@ -51,6 +66,7 @@ def publish(
     check_repository(repo)
     if not os.path.isdir(path := expand(folder)):
         raise NotFoundError(f"{folder} is not a folder", "Pass the folder to upload", parameter="folder")
+    _check_public(path)
     message = commit_message or "Upload a folder written by adapterswap"
     try:
         api = HfApi()

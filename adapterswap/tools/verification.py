@@ -137,6 +137,8 @@ def verify(
     path: str | Path,
     experts: Mapping[str, str | Path] | None = None,
     *,
+    task_expert: Sequence[str | Path] = (),
+    language_expert: Sequence[str | Path] = (),
     base_model: str | Path | None = None,
     rules: Sequence[Rule | str] | None = None,
 ) -> Verification | Attribution:
@@ -156,6 +158,7 @@ def verify(
         path: a folder or Hub id; a GGUF file of `export`, or its folder of pieces.
         experts: the paths of the sources, by name; sources from the Hub are found automatically. The fine-tune that an
             adapter was extracted from is called `full`, and the adapter that training started from `start`.
+        task_expert, language_expert: the same paths by role instead of names, in the order of the composition.
         base_model: the base, if it did not come from the Hub. Full weights need it; an adapter's base is compared with
             the record.
         rules: without a record: what is stated of it, such as `math*0.5 + swahili*0.5`; by default that it has the
@@ -166,7 +169,7 @@ def verify(
 
     Raises:
         ArgumentError: a parameter has the wrong type; `experts` names a source that the record does not have; neither
-            the record nor `experts` locates a source.
+            the record nor `experts` locates a source; there are fewer or more experts of a role than in the record.
         NotFoundError: the folder, or a source, does not exist.
         ExpertError: adapterswap.json is missing or cannot be read by this version; a source is damaged; see also
             `verify_extracted`.
@@ -175,7 +178,9 @@ def verify(
     check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
+    by_role = {"task_expert": task_expert, "language_expert": language_expert}
     if GgufFile.is_gguf(path):
+        _check_no_roles(path, by_role)
         return _verify_gguf(path, experts or {}, base_model)
     folder = Source.of_adapter(path, what="adapter or model", parameter="path").folder
     if not os.path.exists(folder / WEIGHTS):
@@ -183,18 +188,49 @@ def verify(
     is_trained = os.path.exists(folder / TRAINING_RECORD) and not os.path.exists(folder / PROVENANCE)
     trained = Records(folder).training() if is_trained else {}
     if "start" in trained:
+        _check_no_roles(path, by_role)
         return _verify_trained(folder, trained, experts or {})
     if not os.path.exists(folder / PROVENANCE) and (base_model is not None or experts):
+        _check_no_roles(path, by_role)
         return attribute(folder, experts or {}, base_model, rules)
     content = _content(folder)
     if rules is not None:
         raise ArgumentError(f"{folder} has a record of its rules", "Leave out `rules`", parameter="rules")
     record = _record(folder, content)
     if isinstance(record, ExtractionRecord):
+        _check_no_roles(path, by_role)
         return verify_extracted(folder, content, record, experts or {}, base_model)
+    named = {**(experts or {}), **_named(record, by_role)}
     if record.conversion is not None:
-        return _verify_converted(folder, content, record, experts or {}, base_model)
-    return _verify_composed(folder, content, record, experts or {}, base_model)
+        return _verify_converted(folder, content, record, named, base_model)
+    return _verify_composed(folder, content, record, named, base_model)
+
+
+_BY_NAME = "Pass `experts` with its name instead"
+
+
+def _check_no_roles(path: str | Path, by_role: Mapping[str, Sequence[str | Path]]) -> None:
+    """Refuse experts by role for a result that was not composed of a task and a language expert."""
+    for parameter, paths in by_role.items():
+        if paths:
+            raise ArgumentError(f"{path} has no record of task and language experts", _BY_NAME, parameter=parameter)
+
+
+def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]]) -> dict[str, str | Path]:
+    """The paths that were passed by role, under the names that the record has for these experts."""
+    named: dict[str, str | Path] = {}
+    for parameter, paths in by_role.items():
+        names = record.composition.get(parameter.removesuffix("_expert")) or []
+        names = [names] if isinstance(names, str) else [name for name in names if name != BASE]
+        if paths and len(paths) != len(names):
+            raise ArgumentError(
+                f"`{parameter}` has {len(paths)} paths, but the record names {len(names)} such experts"
+                f"{': ' if names else ''}{', '.join(names)}",
+                "Pass them in the order in which they were composed" if names else _BY_NAME,
+                parameter=parameter,
+            )
+        named |= dict(zip(names, paths, strict=False))
+    return named
 
 
 def _verify_composed(
@@ -217,7 +253,7 @@ def _verify_composed(
             if is_model:
                 _write_model(record, composition, opened, again)
             else:
-                _write_adapter(record, composition, opened, again)
+                _write_adapter(folder, record, composition, opened, again)
         except AdapterswapError as error:
             adapters = {name: source for name, source in record.experts.items() if WEIGHTS in source.sha256}
             changed, _ = _changed_files(adapters, source_paths, WEIGHTS)
@@ -334,15 +370,17 @@ def _recorded_composition(folder: Path, record: CompositionRecord, base_model: s
 
 
 def _write_adapter(
-    record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
+    folder: Path, record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
     bases = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
     revision = record.base_revision
     base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
     if composition.base_model is None and record.base_model is not None and base_was_passed:
-        # The base was passed when they were composed; it is not checked again.
-        declared = Reference(record.base_model).at(revision)
+        # The base was passed when they were composed; it is not checked again. A record has no paths, but the config.
+        written = read_json(folder / CONFIG).get("base_model_name_or_path")
+        is_same = isinstance(written, str) and Reference(written).public_name == record.base_model
+        declared = Reference(written if is_same else record.base_model).at(revision)
         composition = composition.model_copy(update={"base_model": declared})
     prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
     prepared.write(again, hashes={}, companions=bool(record.companions))  # a server writes none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -400,6 +400,14 @@ def alias_remedy(one: str | None, other: str | None) -> str:
     if not Reference(original).is_hub_id:
         original = "PATH"
     return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
+
+
+def published_name(names: Iterable[str | None]) -> str | None:
+    """Of the names that experts have for one base, the first that is a Hub id, and not that of a quantized copy."""
+    for name in names:
+        if name is not None and Reference(name).is_hub_id and not _COPIES.search(Reference(name).parts[0].lower()):
+            return name
+    return None
 
 
 def _plain_name(base: str) -> str:

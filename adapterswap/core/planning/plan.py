@@ -20,7 +20,7 @@ from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
 from adapterswap.core.model.layers import Depth, KeptLayers, NumLayers, Stack, check_one_list
 from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import PASS_BASE, adapt_one_base, reference_of
+from adapterswap.core.planning.base import PASS_BASE, adapt_one_base, published_name, reference_of
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slices import requested_by_layer, slice_in
@@ -329,10 +329,17 @@ class Plan:
 
     @cached_property
     def base_model(self) -> str | None:
-        """The base that the adapters name or, if they name none or differ, the one that the composition declares."""
+        """The base that the adapters name or, if they name none or differ, the one that the composition declares.
+
+        Where that is a folder, but an adapter names an id on the Hub, it is this id, with which others can load it.
+        """
         name = _named_by_all(self.adapters)
         declared = self.composition.base_model
-        return name if name is not None or declared is None else Reference(declared).parts[0]
+        if name is None and declared is not None:
+            name = Reference(declared).parts[0]
+        if name is None or Reference(name).is_hub_id:
+            return name
+        return published_name(adapter.config.base_model for adapter in self.adapters.values()) or name
 
     @property
     def public_base(self) -> str | None:

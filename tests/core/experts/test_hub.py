@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from conftest import LAYERS
 from huggingface_hub import constants
 
 from adapterswap.cli.upload import check_repository
@@ -106,6 +108,27 @@ def online(hub: Hub, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return lambda *arguments, **more: run(*arguments, "--push-to-hub", "org/composed", **more)
 
 
+ONE = ("--bottom", 1, "--num-layers", LAYERS)
+
+
+def on_the_hub(adapter: Path, out: Path) -> Path:
+    """A copy of an adapter that names its base by a Hub id, as those that are published do."""
+    shutil.copytree(adapter, out)
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/base"}))
+    return out
+
+
+@pytest.fixture
+def math(math: Path, tmp_path: Path) -> Path:
+    return on_the_hub(math, tmp_path / "math")
+
+
+@pytest.fixture
+def swahili(swahili: Path, tmp_path: Path) -> Path:
+    return on_the_hub(swahili, tmp_path / "swahili")
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -114,7 +137,20 @@ def test_an_upload_contains_the_written_files(hub: Hub, math: Path, swahili: Pat
     """In a process of its own, which reads the Hub's address and token from the environment as a user's does."""
     environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": "hf_test"}
     environment |= {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1"}
-    options = ["-t", math, "-l", swahili, "--bottom", "1", "-o", tmp_path / "out", "--push-to-hub", "org/composed"]
+    options = [
+        "-t",
+        math,
+        "-l",
+        swahili,
+        "--bottom",
+        "1",
+        "--num-layers",
+        LAYERS,
+        "-o",
+        tmp_path / "out",
+        "--push-to-hub",
+        "org/composed",
+    ]
     command = [sys.executable, "-m", "adapterswap", "compose", *map(str, options)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -132,17 +168,22 @@ def test_every_command_that_writes_an_expert_uploads_it(
     out, folder = tmp_path / "out", base("llama")
     more = ("--revision", "trial", "--commit-message", "Try this", "--public")
     if command == "slice":
-        result = online("slice", math, "--layers", "0-1", "-o", out, *more)
+        result = online("slice", math, "--layers", "0-1", "--num-layers", LAYERS, "-o", out, *more)
     elif command == "merge":
-        result = online("merge", math, "-o", out, *more)
+        result = online("merge", math, "--base-model", folder, "-o", out, *more)
     else:
-        online("merge", math, "-o", tmp_path / "full", exit_code=0)
+        online("merge", math, "--base-model", folder, "-o", tmp_path / "full", exit_code=0)
         hub.created.clear()
         hub.files.clear()
         hub.commits.clear()
         cut = ("extract", tmp_path / "full", "--base-model", folder, "--rank", 2, "-o", out)
         composed = ("compose", "-t", tmp_path / "full", "-l", math, "--base-model", folder, "--bottom", 1, "-o", out)
         result = online(*(cut if command == "extract" else composed), *more)
+    if command == "extract":  # its base is a folder
+        assert result.exit_code == 3
+        assert f"by a path of this machine, {folder}" in result.stderr
+        assert not hub.files
+        return
     assert result.exit_code == 0, result.stderr
     assert hub.files == contents(out)
     assert hub.branches == ["trial"]
@@ -152,7 +193,7 @@ def test_every_command_that_writes_an_expert_uploads_it(
 
 def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Run, math: Path, tmp_path: Path) -> None:
     hub.is_private = False
-    result = online("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private")
+    result = online("slice", math, "--layers", "0-1", "--num-layers", LAYERS, "-o", tmp_path / "out", "--private")
     assert result.exit_code == 3
     assert "org/composed is public" in result.stderr
     assert not hub.files
@@ -160,8 +201,20 @@ def test_nothing_private_goes_to_a_public_repository(hub: Hub, online: Run, math
 
 
 def test_an_upload_is_checked_before_composing(run: Run, math: Path, tmp_path: Path) -> None:
-    run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--private", exit_code=2)
-    odd = run("slice", math, "--layers", "0-1", "-o", tmp_path / "out", "--push-to-hub", "a/b/c", exit_code=2)
+    run("slice", math, "--layers", "0-1", "--num-layers", LAYERS, "-o", tmp_path / "out", "--private", exit_code=2)
+    odd = run(
+        "slice",
+        math,
+        "--layers",
+        "0-1",
+        "--num-layers",
+        LAYERS,
+        "-o",
+        tmp_path / "out",
+        "--push-to-hub",
+        "a/b/c",
+        exit_code=2,
+    )
     assert "--push-to-hub" in odd.stderr
     assert not (tmp_path / "out").exists()
     with pytest.raises(ArgumentError) as caught:
@@ -171,7 +224,7 @@ def test_an_upload_is_checked_before_composing(run: Run, math: Path, tmp_path: P
 
 def test_offline_errors_do_not_suggest_logging_in(run: Run, math: Path, tmp_path: Path) -> None:
     """The whole suite runs with HF_HUB_OFFLINE=1."""
-    pushed = run("compose", "-t", math, "-l", "base", "--bottom", 1, "-o", tmp_path / "out", "--push-to-hub", "org/x")
+    pushed = run("compose", "-t", math, "-l", "base", *ONE, "-o", tmp_path / "out", "--push-to-hub", "org/x")
     opened = run("inspect", "org/absent")
     for result in (pushed, opened):
         assert result.exit_code == 3
@@ -186,8 +239,7 @@ def test_without_a_hub_the_folder_stays(run: Run, math: Path, swahili: Path, tmp
         math,
         "-l",
         swahili,
-        "--bottom",
-        1,
+        *ONE,
         "-o",
         tmp_path / "out",
         "--push-to-hub",
@@ -199,7 +251,7 @@ def test_without_a_hub_the_folder_stays(run: Run, math: Path, swahili: Path, tmp
 
 
 def test_nothing_is_uploaded_without_push(hub: Hub, run: Run, math: Path, tmp_path: Path) -> None:
-    run(
+    result = run(
         "compose",
         "-t",
         math,
@@ -207,11 +259,11 @@ def test_nothing_is_uploaded_without_push(hub: Hub, run: Run, math: Path, tmp_pa
         "base",
         "-o",
         tmp_path / "x",
-        "--bottom",
-        1,
+        *ONE,
         "--push-to-hub",
         "a/b",
         "--dry-run",
         exit_code=0,
     )
     assert not hub.created
+    assert "would be uploaded to a/b (private if it is new). Not checked: the login" in result.stderr
