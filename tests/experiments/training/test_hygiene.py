@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused
 
+from adapterswap.experiments.chat import ChatTemplate
 from adapterswap.experiments.evaluation.mgsm import LANGUAGES, read_mgsm
 from adapterswap.experiments.training import TrainRecipe, estimate, train
 from adapterswap.experiments.training.data import SourceCounts, load_rows
@@ -24,7 +25,7 @@ from adapterswap.experiments.training.hygiene import Grams, Screen, hash_grams, 
 from adapterswap.experiments.training.recipe import DatasetSource, Hygiene
 from adapterswap.kit.errors import AdapterswapError, DataError, NotFoundError
 
-from .conftest import echo_rows, write_jsonl
+from .conftest import echo_rows, word_tokenizer, write_jsonl
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "real_data" / "data"
 
@@ -199,9 +200,10 @@ def load(folder: Path, rows: list[dict[str, Any]], hygiene: Hygiene, **source: A
         path="rows.jsonl", **({"prompt": "{q}", "completion": "{a}"} if not source.get("messages") else {}), **source
     )
     screen = Screen(hygiene, folder)
-    chat: Any = lambda messages, **_: "".join(message["content"] for message in messages)  # noqa: E731
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     [(counts, examples)] = load_rows(
-        [result], folder, seed=0, chat=chat, chat_prompts=False, separator=" ", screen=screen
+        [result], folder, seed=0, chat=ChatTemplate(tokenizer), chat_prompts=False, separator=" ", screen=screen
     )
     return counts, [example.text for example in examples]
 
