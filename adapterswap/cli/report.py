@@ -38,6 +38,9 @@ def report_command(
     label: Annotated[str, "NAME"] | None = None,
     caption: Text | None = None,
     wide: bool = False,
+    title: Text | None = None,
+    task_label: Annotated[tuple[str, ...], "NAME=TEXT"] = (),
+    expert_label: Annotated[tuple[str, ...], "NAME=TEXT"] = (),
     out_path: Output | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -64,6 +67,9 @@ def report_command(
         label: LaTeX: label for \\ref.
         caption: LaTeX: caption.  [default: how the numbers were made]
         wide: LaTeX: table*, across both columns.
+        title: Heading of the page.  [default: name of the run's folder]
+        task_label: What to call a task; repeatable.
+        expert_label: What to call an expert; repeatable.
         out_path: Folder to write; needed for several runs.  [default: RUN-report]
         dry_run: Compute and print everything, but write nothing.
         as_json: Print JSON: the content of summary.json.
@@ -92,7 +98,8 @@ def report_command(
     with working("computing the report"):
         results = report(
             runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
-            figures=None if dry_run else figures, column_width=column_width, table=style,
+            figures=None if dry_run else figures, column_width=column_width, table=style, title=title,
+            task_label=_labels(task_label, "task_label"), expert_label=_labels(expert_label, "expert_label"),
             overwrite=overwrite,
         )  # fmt: skip
     if as_json:
@@ -121,6 +128,21 @@ def _names(options: tuple[str, ...]) -> list[str] | None:
     if not options:
         return None
     return [name.strip() for option in options for name in option.split(",") if name.strip()]
+
+
+def _labels(options: tuple[str, ...], parameter: str) -> dict[str, str]:
+    """The labels of NAME=TEXT, by name."""
+    from adapterswap.kit.errors import ArgumentError
+
+    labels = {}
+    for option in options:
+        name, equals, text = option.partition("=")
+        if not name or not equals or not text.strip():
+            raise ArgumentError(
+                f"`{parameter}` is {option!r}, not NAME=TEXT", "Pass a name, = and its label", parameter=parameter
+            )
+        labels[name] = text.strip()
+    return labels
 
 
 def _print(report: Report) -> None:
@@ -179,7 +201,7 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
         left_out.append(columns[place][0])
         columns[place] = []
     heads, *rows = zip(*filter(None, columns), strict=True)
-    return table(*heads, rows=rows, title=f"{target.task}, {target.report} documents"), left_out
+    return table(*heads, rows=rows, title=f"{report.labels.task(target.task)}, {target.report} documents"), left_out
 
 
 def _cells(row: MethodRow) -> list[str]:

@@ -77,6 +77,7 @@ _CELL = 0.27  # inches that a number needs
 
 _TALLEST = 40.0  # inches for all rows of a heatmap at most
 _TOGETHER = 6  # experts in one panel
+_MANY = 40  # layers, whose markers would touch each other
 _ABREAST = 5.0  # inches of width that three panels in a row need
 
 
@@ -148,8 +149,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
             "color": colour,
             "linestyle": line,
             "marker": marker,
-            "markersize": 2.6,
-            "markevery": max(1, len(layers) // 8),
+            "markersize": 2.6 if len(layers) <= _MANY else 1.6,
             "linewidth": 1.0,
         }
         handles += axes.plot(list(layers), list(layers.values()), label=STYLE.wrapped(expert, 24), **shown)
@@ -170,9 +170,9 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
 def draw_interference(pair: Interference, width: float) -> Figure:
     """Three panels over the layers: the cosine, the overlap of subspaces compared with chance, the conflicting signs.
 
-    The grey band behind each line is its 95 % interval if one of the experts is shuffled. The axes extend at least 0.1
-    to either side of the values of unrelated experts (a cosine of 0, half of the signs), so that noise does not look
-    like a finding.
+    The grey band behind each line is its 95 % interval if one of the experts is shuffled. The axes extend
+    as far to either side of the values of unrelated experts (a cosine of 0, half of the signs), so that the band and
+    both directions can be seen.
     """
     layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
     stacked = width < _ABREAST
@@ -206,7 +206,8 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     signs.axhline(0.5, color=STYLE.grey, linestyle=":")
     for axes, middle, ends in ((cosine, 0.0, (-1.0, 1.0)), (signs, 0.5, (0.0, 1.0))):
         low, high = axes.get_ylim()
-        axes.set_ylim(max(ends[0] - 0.02, min(low, middle - 0.1)), min(ends[1] + 0.02, max(high, middle + 0.1)))
+        far = max(middle - low, high - middle)
+        axes.set_ylim(max(ends[0] - 0.02, middle - far), min(ends[1] + 0.02, middle + far))
     for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
         _finish(axes, "" if stacked and axes is not signs else "layer", name)
     return figure

@@ -442,6 +442,8 @@ def _sample(task: str, row: Mapping[str, Any]) -> Sample:
 
     outputs = [output for responses in row["resps"] for output in responses]
     responses = [str(first) if isinstance(first, str) else first for first, *_ in row["resps"]]
+    are_choices = len(responses) > 1 and all(len(arguments) > 1 for arguments in row["arguments"])
+    continuations = [arguments[1] for arguments in row["arguments"]] if are_choices else []
     return Sample(
         task=task,
         doc_id=int(row["doc_id"]),
@@ -452,6 +454,7 @@ def _sample(task: str, row: Mapping[str, Any]) -> Sample:
         answers={},
         scores={},
         cut=any(isinstance(output, CutOutput) for output in outputs),
+        choices=tuple(text.strip() for text in continuations if isinstance(text, str)),
     )
 
 

@@ -132,6 +132,7 @@ class Sample:
         answers: filter → the answer that it read from the output.
         scores: filter → its metrics.
         cut: the output, or one of several to the document, ended at the limit of tokens.
+        choices: the texts whose likelihoods are compared; empty for other tasks.
     """
 
     task: str
@@ -143,10 +144,13 @@ class Sample:
     answers: Mapping[str, str]
     scores: Mapping[str, Mapping[str, float]]
     cut: bool = False
+    choices: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The sample as plain data, with the SHA-256 of the prompt, since every prompt repeats the shots."""
         content = asdict(self)
+        if not self.choices:
+            del content["choices"]
         digest = hashlib.sha256(content.pop("prompt").encode("utf-8")).hexdigest()
         return dict(_finite({**content, "prompt_sha256": digest}))
 

@@ -173,7 +173,13 @@ class FrenchPlan:
 
         run = sweep(SweepRecipe.read(recipe), folder / "sweep", device=device, overwrite=self.overwrite, tell=progress)
         tell("report", 0.0)
-        report(folder / "sweep", folder / "report", overwrite=True)
+        report(
+            folder / "sweep",
+            folder / "report",
+            title="Math in French: layers of a French expert under a math expert",
+            task_label={task_name("test", "fr"): "French word problems"},
+            overwrite=True,
+        )
         result = read_result(run, self.problems)
         places = {name: str(path.absolute()) for name, path in self.experts.items()}
         write_json(folder / RECORD, {**result.to_json(), "experts": places})

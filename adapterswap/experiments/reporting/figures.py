@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_FEWEST = 3  # points of a figure that shows a relation
 _LINE = 0.125  # height of a line of text in inches
 _EQUAL = 1e-9  # scores that differ by less differ by rounding only
 _PARTS = {"selection documents": ":", "other documents": "-"}  # and their lines
@@ -91,7 +92,7 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     add(
         "truncation",
         [_truncation(report, target) for target in report.targets],
-        "no composition was reduced to a lower rank",
+        f"fewer than {_FEWEST} compositions were reduced to a lower rank",
     )
     return figures, lacking
 
@@ -108,17 +109,17 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
     if not rows:
         return None
     drawn = f"{_interval_kind(target)}, not corrected for the number of methods"
-    intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
-    missing = (
-        "; no interval if there are too few experts or documents"
-        if intervals and not all(row["interval"] for row in rows)
-        else ""
-    )
+    found = [row["interval"] is not None for row in rows]
+    intervals = f", with {drawn}" if all(found) else ""
+    missing = ""
+    if any(found) and not all(found):  # beside the others, a row without an interval would look certain
+        missing = ", without intervals, since some methods have too few experts or documents for one"
+        rows = [{**row, "interval": None} for row in rows]
     caption = (
-        f"{target.task} ({target.metric}): the score of each method, {_documents(target)}. Filled: the mean over "
-        f"{_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."
+        f"{_task(report, target)} ({target.metric}): the score of each method, {_documents(target)}. Filled: the "
+        f"mean over {_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."
     )
-    return caption, {"axis": _axis(target), "rows": rows}
+    return caption, {"axis": _axis(report, target), "rows": rows}
 
 
 def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
@@ -136,11 +137,12 @@ def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] |
     )
     singular = report.units.removesuffix("s")
     caption = (
-        f"{target.task} ({target.metric}): each method's score minus that of {report.reference}, {_documents(target)}. "
+        f"{_task(report, target)} ({target.metric}): each method's score minus that of {report.reference}, "
+        f"{_documents(target)}. "
         f"Filled: the mean over {_units(report, target)}; open: the difference in one {singular}, paired by document."
         f"{intervals}"
     )
-    return caption, {"axis": f"{_axis(target)}\nminus {report.reference}", "rows": rows}
+    return caption, {"axis": f"{_axis(report, target)}\nminus {report.reference}", "rows": rows}
 
 
 def _row(
@@ -177,13 +179,14 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
     where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
     fewer = any(cell.units < most for cell in grid.cells)
     method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
-    axes = [f"{name}, steps" for name in grid.ladders] or ["b, bottom layers", "u, top layers"]
+    ladders = [report.labels.expert(name) for name in grid.ladders]
+    axes = [f"{name}, steps" for name in ladders] or ["b, bottom layers", "u, top layers"]
     by = "number of bottom layers b and top layers u from the language expert"
     over = f"Means over {most} {_counted(report.units, most)}"
     if grid.ladders:
-        by, over = f"steps of the checkpoints of {' and '.join(grid.ladders)}", "One pair in each cell"
+        by, over = f"steps of the checkpoints of {' and '.join(ladders)}", "One pair in each cell"
     caption = (
-        f"{grid.task}: {method} by the {by}. {over}, on {where}. "
+        f"{report.labels.task(grid.task)}: {method} by the {by}. {over}, on {where}. "
         f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
         + (f" ×n: selected for n of the {report.units}." if any(cell.selected for cell in grid.cells) else "")
         + (f" *: a mean over fewer {report.units} than in the other cells." if fewer else "")
@@ -191,7 +194,7 @@ def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[
     )
     return caption, {
         "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most, "scale": [low, high],
-        "higher_is_better": higher_is_better, "axis": f"{grid.task}: {method}", "axes": axes,
+        "higher_is_better": higher_is_better, "axis": f"{report.labels.task(grid.task)}: {method}", "axes": axes,
     }  # fmt: skip
 
 
@@ -230,8 +233,8 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     panels = [
         {
             "experts": indicator.experts,
-            "signal": indicator.signal,
-            "points": [list(point) for point in indicator.points],
+            "signal": report.labels.task(indicator.signal),
+            "points": [[report.labels.expert(name), own, mean] for name, own, mean in indicator.points],
             "pearson": indicator.correlation.pearson,
             "pearson_holm": indicator.pearson_holm,
         }
@@ -240,12 +243,12 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     ]
     tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
     caption = (
-        f"Merging indicators for {target.task}: an expert's own score on a task (horizontal) against the mean of "
-        f"{merged} over the {report.units} that include it (vertical). Each point is an expert. r: Pearson's "
+        f"Merging indicators for {_task(report, target)}: an expert's own score on a task (horizontal) against the "
+        f"mean of {merged} over the {report.units} that include it (vertical). Each point is an expert. r: Pearson's "
         f"correlation; p: two-sided, corrected by Holm's method over {tested}, and omitted with "
         f"fewer than {MIN_UNITS} distinct points."
     )
-    return caption, {"panels": panels, "axis": f"{merged}\non {target.task}"}
+    return caption, {"panels": panels, "axis": f"{merged}\non {_task(report, target)}"}
 
 
 def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
@@ -257,11 +260,12 @@ def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | N
     if not curves:
         return None
     caption = (
-        f"{target.task}: the course of the selection. Score of the best configuration so far on the {target.select} "
-        f"selection documents (dotted), and of the same configuration on the {target.report} other documents (solid); "
+        f"{_task(report, target)}: the course of the selection. Score of the best configuration so far on the "
+        f"{target.select} selection documents (dotted), and of the same "
+        f"configuration on the {target.report} other documents (solid); "
         f"means over {report.units}. The gap between the two is what selecting on the test documents would add."
     )
-    return caption, {"curves": curves, "axis": _axis(target)}
+    return caption, {"curves": curves, "axis": _axis(report, target)}
 
 
 def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
@@ -276,15 +280,17 @@ def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
         for truncation in report.truncations
         if truncation.task == target.task
     ]
-    if not families:
+    number = sum(len(family["points"]) for family in families)
+    if number < _FEWEST:
         return None
     caption = (
-        f"{target.task}: compositions that were reduced to a lower rank before they were evaluated. Horizontal: the "
-        f"largest relative error of a module's ΔW (Frobenius norm). Vertical: the score {_documents(target)}. Each "
+        f"{_task(report, target)}: compositions that were reduced to a lower rank before they were evaluated. "
+        f"Horizontal: the largest relative error of a module's ΔW (Frobenius norm). Vertical: the score "
+        f"{_documents(target)}. Each "
         f"point is one configuration with one of the {report.units} "
-        f"(n = {sum(len(family['points']) for family in families)})."
+        f"(n = {number})."
     )
-    return caption, {"families": families, "axis": _axis(target)}
+    return caption, {"families": families, "axis": _axis(report, target)}
 
 
 def lead_indicators(report: Report) -> list[Indicator]:
@@ -305,8 +311,12 @@ def number_text(value: float, *, signed: bool = False) -> str:
     return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
 
 
-def _axis(target: Target) -> str:
-    return f"{target.task}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
+def _task(report: Report, target: Target) -> str:
+    return report.labels.task(target.task)
+
+
+def _axis(report: Report, target: Target) -> str:
+    return f"{_task(report, target)}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
 
 
 def _documents(target: Target) -> str:

@@ -191,9 +191,10 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
         default += [*["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
     if not any(_has_several(row.spread) for each in targets for row in each.rows):
         default = [name for name in default if name not in ("n", "min", "max", "papers-max")]
-    columns = style.columns or default
     shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
     rows = [row for of_target in shown for row in of_target]
+    filled = [name for name in default if any(COLUMNS[name].value(report, row) is not None for row in rows)]
+    columns = style.columns or filled
     lines = {row.label: [_tex(row.label)] for row in (rows if style.rows is None else _ordered(rows, style.rows))}
     for each, of_target in zip(targets, shown, strict=True):
         for name in columns:
@@ -203,7 +204,9 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     spec = f"l{'r' * len(columns) * len(targets)}"
     head = _head(report, targets, columns)
     body = [f"{' & '.join(line)} \\\\" for line in lines.values()]
-    metrics = "; ".join(dict.fromkeys(f"{_tex(each.task)} ({_tex(each.metric)})" for each in targets))
+    metrics = "; ".join(
+        dict.fromkeys(f"{_tex(report.labels.task(each.task))} ({_tex(each.metric)})" for each in targets)
+    )
     caption = f"{metrics} over {report.units}. {_how(report, targets, columns, style)}{_reduced(rows)}"
     return _table(style, spec, head, body, caption if style.caption is None else style.caption)
 
@@ -281,7 +284,10 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
     lines = []
     if len(targets) > 1:
         languages = Counter(target.language for target in targets)
-        titles = [(languages[each.language] == 1 and each.language) or each.task for each in targets]
+        titles = [
+            report.labels.tasks.get(each.task) or (languages[each.language] == 1 and each.language) or each.task
+            for each in targets
+        ]
         lines += _spanning([[_tex(title)] * len(columns) for title in titles])
     if any(names) and (len(targets) == 1 or len({*names}) > 1):
         lines += _spanning([names] * len(targets))
@@ -352,12 +358,12 @@ def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
 def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
     """How the numbers in these columns were computed, once for all targets or, if they differ, for each target."""
     parts = ["In percent."] * style.percent
-    parts += _by_target(targets, _documents)
+    parts += _by_target(report, targets, _documents)
     parts += [f"Compared with {_tex(report.reference)}."] * _is_single(columns)
     if "stderr" in columns and not all(target.of_corpus for target in targets):
         parts.append("s.e.: standard error over documents.")
     if {"ci", "interval"} & {*columns}:
-        parts += _by_target(targets, _intervals)
+        parts += _by_target(report, targets, _intervals)
     if "p" in columns:
         parts.append(
             f"{_tex(report.why_no_wilcoxon)}."
@@ -370,16 +376,16 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
         parts.append("Papers' protocol: all documents; for a selected row, the configuration that is best on them.")
     if any(COLUMNS[name].is_score for name in columns):
         parts.append("Bold: best of a column; underlined: second.")
-    parts += _by_target(targets, lambda target: "" if target.higher_is_better else "Lower is better.")
+    parts += _by_target(report, targets, lambda target: "" if target.higher_is_better else "Lower is better.")
     return " ".join(part for part in parts if part)
 
 
-def _by_target(targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
+def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
     """The sentence if it is the same for all targets; otherwise one for each target, with its name."""
     sentences = {target.task: describe(target) for target in targets}
     if len({*sentences.values()}) == 1:
         return [next(iter(sentences.values()))]
-    return [f"{_tex(task)}: {sentence}" for task, sentence in sentences.items() if sentence]
+    return [f"{_tex(report.labels.task(task))}: {sentence}" for task, sentence in sentences.items() if sentence]
 
 
 def _documents(target: Target) -> str:

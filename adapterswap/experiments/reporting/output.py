@@ -28,7 +28,7 @@ from adapterswap.experiments.reporting.figures import (
 )
 from adapterswap.experiments.reporting.headline import Target, resampled
 from adapterswap.experiments.reporting.latex import TableStyle, csv_table, latex_table
-from adapterswap.experiments.reporting.report import REPORT_FORMAT, Report, make_report
+from adapterswap.experiments.reporting.report import REPORT_FORMAT, Labels, Report, make_report
 from adapterswap.experiments.reporting.source import lab_source, open_source
 from adapterswap.experiments.reporting.statistics import MIN_UNITS
 from adapterswap.kit.dependencies import require
@@ -74,7 +74,8 @@ def render_page(
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
-        target_names=[target.task for target in report.targets],
+        target_names=[report.labels.task(target.task) for target in report.targets],
+        labels=report.labels,
         indicators=lead_indicators(report),
         ranked=_ranked(report),
         shown=shown,
@@ -118,7 +119,6 @@ def _environment() -> Environment:
         p_value=p_value,
         score=lambda value: "–" if value is None else number_text(value),
         signed=lambda value: number_text(value, signed=True),
-        unit=lambda unit: " + ".join(part for part in unit if part is not None) or "–",
         minus=lambda text: text.replace("-", "−"),
     )
     return environment
@@ -160,6 +160,9 @@ def report(
     figures: str | Path | None = None,
     column_width: str | float = STYLE.column,
     table: TableStyle | None = None,
+    title: str | None = None,
+    task_label: Mapping[str, str] | None = None,
+    expert_label: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> Report:
     """Report a sweep or a lab run: compute its statistics, and write its page, tables, JSON and figures.
@@ -179,14 +182,16 @@ def report(
             numbers; by default no figures are written.
         column_width: the width of figures: `3.25in`, `8.2cm` or `234pt`; a number is in inches.
         table: how tables.tex looks: rows, columns, label and caption; see `TableStyle`.
+        title: the heading of the page; by default the name of the run's folder.
+        task_label, expert_label: name → what pages, tables and figures call it.
         overwrite: replace these folders if they hold a report and its figures.
 
     Returns:
         The content of the report, as data.
 
     Raises:
-        ArgumentError: the run has no such method or unit; `methods` leaves fewer than two; `column_width` is not a
-            width; or `table` names unknown rows or columns, see `latex_table`.
+        ArgumentError: the run has no such method, unit, task or expert; `methods` leaves fewer than two; `column_width`
+            is not a width; or `table` names unknown rows or columns, see `latex_table`.
         DataError: the run is damaged; no cell is finished; or several runs differ in the base, an expert, a task, a
             setting or a version. The error names it and both values.
         DependencyError: the `report` extra is not installed, or, with `figures`, the `plots` extra.
@@ -205,11 +210,18 @@ def report(
     for name, chosen in (("methods", methods), ("units", units)):
         check_type(chosen, (list, tuple, type(None)), name, "Pass a list of names")
     check_type(table, (TableStyle, type(None)), "table", "Pass a TableStyle")
+    check_type(title, (str, type(None)), "title", "Pass a text")
+    for name, names in (("task_label", task_label), ("expert_label", expert_label)):
+        check_type(names, (Mapping, type(None)), name, "Pass a mapping of names to labels")
+        for key, value in (names or {}).items():
+            check_type(key, str, name, "Pass a mapping of names to labels")
+            check_type(value, str, name, "Pass a mapping of names to labels")
     width = STYLE.inches(column_width)
     folders = [expand(path) for path in runs]
     source = open_source(*folders)
     check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
-    computed = make_report(source, reference=reference, methods=methods, units=units)
+    labels = Labels(title, dict(task_label or {}), dict(expert_label or {}))
+    computed = make_report(source, reference=reference, methods=methods, units=units, labels=labels)
     latex_table(computed, table)  # raises if the style is not valid, also if nothing is written
     if out_path is not None:
         write_report(computed, out_path, table=table, overwrite=overwrite, runs=folders)

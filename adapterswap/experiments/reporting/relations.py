@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from adapterswap.core import Composition
@@ -94,7 +94,7 @@ class ZoneGrid:
     Attributes:
         task: the task whose score it shows.
         family: the method.
-        settings: the transition zones and other fixed settings: `bottom_transition=1, top_transition=0`.
+        settings: the transition zones and other fixed settings, in words: `transition zones of 1 and 0 layers`.
         cells: sorted by bottom, then top.
         ladders: the experts whose checkpoints are compared, on the task and on the language side; then bottom and top
             are the steps of a pair. Empty for zones.
@@ -273,9 +273,9 @@ def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | 
     if not composition.has_zones:
         return None
     bottom, top, *transition = composition.zones(num_layers)
-    settings: Mapping[str, object] = {
-        **dict(zip(_ZONES[2:], transition, strict=True)),
-        **{key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}},
-        **cell.output,
-    }
-    return (bottom, top), ", ".join(f"{key}={value}" for key, value in settings.items())
+    settings = {key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}}
+    settings |= cell.output
+    words = [f"{key.replace('_', ' ')} {value}" for key, value in settings.items()]
+    if any(transition):
+        words.insert(0, f"transition zones of {transition[0]} and {transition[1]} layers")
+    return (bottom, top), ", ".join(words)

@@ -9,7 +9,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from adapterswap import __version__
@@ -45,7 +45,7 @@ from adapterswap.experiments.reporting.statistics import LEVEL, MIN_UNITS
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
 from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.dependencies import require
-from adapterswap.kit.errors import ArgumentError, DataError
+from adapterswap.kit.errors import ArgumentError, DataError, Problems, did_you_mean
 
 _NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
@@ -146,16 +146,26 @@ _LONGEST = 1500  # characters shown of a text
 
 
 @dataclass(frozen=True)
+class ScoredChoice:
+    """A choice of a document: its text, its log-likelihood, and whether the method chose it."""
+
+    text: str
+    likelihood: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
 class Output:
     """A method's output for a document: its text, the answers that filters extracted from it, and its primary score.
 
-    If the task asks for likelihoods, they are the text and there are no answers.
+    If the task asks for likelihoods, they are the text, or the choices where these are known, and there are no answers.
     """
 
     method: str
     text: str
     answers: Mapping[str, str]
     score: float | None
+    choices: tuple[ScoredChoice, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -205,12 +215,12 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     chosen = [*_spaced(better), *_spaced(worse)]
     examples: list[AnswerExample] = []
     answers = [run.samples(cell.cell) for cell in cells] if chosen else []
-    prompts = run.prompts(task.name, cells[0].cell) if chosen else None
-    if prompts is not None and None not in answers:
+    questions = run.questions(task.name, cells[0].cell) if chosen else None
+    if questions is not None and None not in answers:
         samples = [{row["doc_id"]: row for row in rows or () if row["task"] == task.name} for rows in answers]
         labels = [choice.label for choice in shown]
         examples = [
-            _example(doc, prompts.get(doc, ""), labels, [rows[doc] for rows in samples], cells, task)
+            _example(doc, questions.get(doc), labels, [rows[doc] for rows in samples], cells, task)
             for doc in chosen
             if all(doc in rows for rows in samples)
         ]
@@ -243,12 +253,13 @@ def _spaced(documents: list[int]) -> list[int]:
 
 def _example(
     doc: int,
-    prompt: str,
+    question: tuple[str, tuple[str, ...]] | None,
     labels: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     cells: Sequence[CellResult],
     task: TaskInfo,
 ) -> AnswerExample:
+    prompt, choices = question or ("", ())
     outputs = tuple(
         Output(
             label,
@@ -257,10 +268,28 @@ def _example(
             if _likelihoods(row["output"])
             else {str(name): _text(answer) for name, answer in row["answers"].items()},
             cell.results[task.name].docs.get(doc),
+            _scored(choices, _likelihoods(row["output"]), task.primary[0]),
         )
         for label, row, cell in zip(labels, rows, cells, strict=True)
     )
-    return AnswerExample(doc, _question(prompt), _text(rows[0]["target"]), outputs)
+    target = _text(rows[0]["target"])
+    if target.isdecimal() and int(target) < len(choices):  # the harness reads a number as the place of a choice
+        target = choices[int(target)]
+    return AnswerExample(doc, _question(prompt), target, outputs)
+
+
+def _scored(choices: Sequence[str], likelihoods: Sequence[tuple[float, bool]], metric: str) -> tuple[ScoredChoice, ...]:
+    """The choices with their likelihoods; empty if they do not belong together."""
+    if not choices or len(choices) != len(likelihoods):
+        return ()
+    sums = [likelihood for likelihood, _ in likelihoods]
+    lengths = [len(text) or 1 if metric == "acc_norm" else 1 for text in choices]
+    compared = [likelihood / length for likelihood, length in zip(sums, lengths, strict=True)]
+    chosen = compared.index(max(compared))
+    return tuple(
+        ScoredChoice(text, likelihood, place == chosen)
+        for place, (text, likelihood) in enumerate(zip(choices, sums, strict=True))
+    )
 
 
 def _question(prompt: str) -> str:
@@ -290,6 +319,45 @@ _LEADS = ("layer_swap", "layer swap")
 
 
 @dataclass(frozen=True)
+class Labels:
+    """What a report calls things, where the names in the run are not for readers.
+
+    Attributes:
+        title: the heading of the page; by default the name of the run.
+        tasks, experts: name → label.
+    """
+
+    title: str | None = None
+    tasks: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, run: Run) -> None:
+        """Refuse labels of what the run does not have."""
+        problems = Problems(ArgumentError)
+        experts = [part for cell in run.cells for side in cell.unit if side is not None for part in side.split("+")]
+        known = {"task_label": (self.tasks, "task", [*run.tasks]),
+                 "expert_label": (self.experts, "expert", list(dict.fromkeys(experts)))}  # fmt: skip
+        for parameter, (labels, kind, names) in known.items():
+            for name in labels:
+                if name not in names:
+                    remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+                    problems.add(f"The run has no {kind} {name!r}", remedy, parameter=parameter)
+        problems.raise_if_any()
+
+    def task(self, name: str) -> str:
+        """A task's label, or its name."""
+        return self.tasks.get(name, name)
+
+    def expert(self, name: str) -> str:
+        """The label of an expert, or its name; of several on a side, which + joins, of each."""
+        return "+".join(self.experts.get(part, part) for part in name.split("+"))
+
+    def unit(self, unit: Unit) -> str:
+        """A pair of experts or a seed as text."""
+        return " + ".join(self.expert(part) for part in unit if part is not None) or "–"
+
+
+@dataclass(frozen=True)
 class Report:
     """The content of a report.
 
@@ -311,6 +379,7 @@ class Report:
         compositions: (row, command to compose, command to evaluate) for each cell of the lead's last row.
         preregistration: what was registered before the run, and what differs from it; None if nothing was registered.
         experts, recipe, settings, versions: as recorded by the run.
+        labels: what it calls tasks and experts.
     """
 
     name: str
@@ -336,6 +405,7 @@ class Report:
     recipe: Mapping[str, Any]
     settings: Mapping[str, Any]
     versions: Mapping[str, Any]
+    labels: Labels = Labels()
 
     def __repr__(self) -> str:
         tasks = ", ".join(target.task for target in self.targets)
@@ -357,7 +427,7 @@ class Report:
             lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
         lines += [self.why_no_wilcoxon] if self.why_no_wilcoxon else []
         for target in self.targets:
-            lines += [f"{target.task}: {sentence}" for sentence in target.untested]
+            lines += [f"{self.labels.task(target.task)}: {sentence}" for sentence in target.untested]
         return lines
 
     @property
@@ -388,6 +458,7 @@ def make_report(
     reference: str | None = None,
     methods: Sequence[str] | None = None,
     units: Sequence[str] | None = None,
+    labels: Labels | None = None,
 ) -> Report:
     """Compute the report of a run.
 
@@ -396,14 +467,17 @@ def make_report(
         reference: a family of the run; by default the task expert, or soup if `methods` leaves it out.
         methods: the families to rank and test, see `included_methods`; tables show all.
         units: the pairs, experts or seeds to compute everything over, see `with_units`.
+        labels: what the report calls tasks and experts.
 
     Raises:
-        ArgumentError: the run has no such family or unit, fewer than two methods are left, or more than one of several
-            runs was registered.
+        ArgumentError: the run has no such family or unit, or nothing that a label names; fewer than two methods are
+            left; or more than one of several runs was registered.
         DataError: no target task of the run is finished, or a file of samples or the pre-registration is damaged.
         DependencyError: the `report` extra is not installed.
     """
     require("report")
+    labels = labels or Labels()
+    labels.check(source.run)
     recorded = with_units(source.run, units)
     source = replace(source, run=with_units(source.run.as_reported, units))
     run = source.run
@@ -457,6 +531,7 @@ def make_report(
         described.get("recipe", {}),
         described.get("settings", {}),
         described.get("versions", {}),
+        labels,
     )
 
 

@@ -47,7 +47,7 @@ class Judged:
     Attributes:
         result: the scores on the assignment's tasks and documents.
         samples: the lines of samples/CELL.jsonl.
-        questions: task → doc_id, prompt and target of each document.
+        questions: task → doc_id, prompt and target of each document, and the choices if likelihoods are compared.
     """
 
     result: CellResult
@@ -213,9 +213,10 @@ def as_judged(
     questions: dict[str, list[dict[str, Any]]] = {}
     for sample in evaluation.samples:
         target = sample.as_json()["target"]
-        questions.setdefault(sample.task, []).append(
-            {"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target}
-        )
+        question = {"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target}
+        if sample.choices:
+            question["choices"] = list(sample.choices)
+        questions.setdefault(sample.task, []).append(question)
     rounded = {name: round(value, 6) for name, value in seconds.items()}
     error = None if relative_error is None else float(f"{relative_error:.6g}")
     result = CellResult(cell, _values(evaluation, prepared), rounded, error)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import BeforeValidator, Field, PlainSerializer
@@ -179,6 +179,23 @@ class Findings:
         return RungResult(cell, rung, parts, {})
 
 
+class Question(NamedTuple):
+    """What a document asks.
+
+    Attributes:
+        prompt: the model's input.
+        choices: the texts whose likelihoods are compared; empty for other tasks, and where they were not recorded.
+    """
+
+    prompt: str
+    choices: tuple[str, ...]
+
+
+def _choices(row: Mapping[str, Any]) -> tuple[str, ...]:
+    choices = row.get("choices")
+    return tuple(map(str, choices)) if isinstance(choices, list) else ()
+
+
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
 PREREGISTRATION = "preregistration.json"
 FORMAT = 1
@@ -221,10 +238,13 @@ class Run:
         folder = self.folder_of(cell.cell)
         return read_samples(folder, cell.cell) if os.path.exists(samples_file(folder, cell)) else None
 
-    def prompts(self, task: str, cell: Cell) -> dict[int, str] | None:
-        """The prompts of a task by document, from the folder that holds a cell; None if it has none."""
-        folder = self.folder_of(cell.cell)
-        return read_prompts(folder, task) if os.path.exists(prompts_file(folder, task)) else None
+    def questions(self, task: str, cell: Cell) -> dict[int, Question] | None:
+        """The questions of a task by document, from the folder that holds a cell; None if it has none."""
+        path = prompts_file(self.folder_of(cell.cell), task)
+        if not os.path.exists(path):
+            return None
+        rows = _read_lines(path, {"doc_id": int, "prompt": str})
+        return {row["doc_id"]: Question(row["prompt"], _choices(row)) for row in rows}
 
     @property
     def selects(self) -> bool:
@@ -346,7 +366,7 @@ def read_prompts(folder: str | Path, task: str) -> dict[int, str]:
 
 
 def read_questions(folder: str | Path, task: str) -> list[dict[str, Any]]:
-    """The doc_id, prompt and target of each document of a task; errors as for `read_samples`."""
+    """The doc_id, prompt, target and choices, if any, of each document of a task; errors as for `read_samples`."""
     return _read_lines(prompts_file(Path(folder), task), {})
 
 
