@@ -14,7 +14,7 @@ that differ go into the patterns. No tensor is read; the base is looked up if it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,65 +44,93 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     """
     plan = resolved.plan
     modules = [module for module in plan.modules.values() if module.terms]
-    other_kind = any(term.change.lora is None for module in modules for term in module.opaque)
-    if other_kind or only_tokens(plan):
-        layout = lay_out_kind(plan, modules, _fan_in_fan_out(plan)) if other_kind else lay_out_tokens(plan)
-        dtype = form.dtype
-        return (
-            layout if dtype is None else replace(layout, tensors=tuple(replace(t, dtype=dtype) for t in layout.tensors))
-        )
-    if form.layout == "portable" and any(ModuleKeys(module.name).is_fused for module in modules):
-        modules = [
-            module for module in plan.modules.values() if module.terms or ModuleKeys(module.name).is_fused
-        ]  # zeros for unchanged modules
+
+    # Kinds other than LoRA, and trained tokens alone, have layouts of their own.
+    has_other_kind = any(term.change.lora is None for module in modules for term in module.opaque)
+    if has_other_kind:
+        return _in_dtype(lay_out_kind(plan, modules, _fan_in_fan_out(plan)), form.dtype)
+    if only_tokens(plan):
+        return _in_dtype(lay_out_tokens(plan), form.dtype)
+
+    # In the portable layout, fused parameters of a mixture that do not change get zeros.
+    is_portable = form.layout == "portable"
+    if is_portable and any(ModuleKeys(module.name).is_fused for module in modules):
+        modules = [module for module in plan.modules.values() if module.terms or ModuleKeys(module.name).is_fused]
+
+    # Ranks and scales, and the global pair of rank and alpha for the config
     common = blend_scale(plan, form)
-    ranks = {
-        module.name: reduced[module.name].rank if module.name in reduced else module.total_rank for module in modules
-    }
-    if form.layout == "portable":
+    ranks = {module.name: module.total_rank for module in modules}
+    ranks |= {name: truncated.rank for name, truncated in reduced.items() if name in ranks}
+
+    if is_portable:
+        rslora = False
         rank = max(ranks.values(), default=1)
-        rslora, alpha = False, rank * common
-        shapes = {name: Shape(rank, alpha, common) for name in ranks}
+        alpha = rank * common
+        shapes = dict.fromkeys(ranks, Shape(rank, alpha, common))
     else:
         rslora = uses_rslora(plan)
-        shapes = {m.name: _shape(m, ranks[m.name], m.name in reduced, rslora, common) for m in modules}
-        agreeing = [(s.rank, s.alpha) for s in shapes.values() if math.isclose(s.scale, common)]
-        rank, alpha = most_common(agreeing or [(s.rank, s.alpha) for s in shapes.values()], default=(1, 1.0))
-    tensors = [
-        tensor
-        for module in modules
-        for tensor in (
-            _padded(reduced[module.name].tensors, rank if form.layout == "portable" else None)
-            if module.name in reduced
-            else _tensors(module, shapes[module.name], resolved)
-        )
-    ]
+        shapes = {}
+        for module in modules:
+            shapes[module.name] = _shape(module, ranks[module.name], module.name in reduced, rslora, common)
+        rank, alpha = _global_pair(shapes.values(), common)
+
+    # A and B of each module
+    tensors: list[OutputTensor] = []
+    for module in modules:
+        if module.name in reduced:
+            tensors += _padded(reduced[module.name].tensors, rank if is_portable else None)
+        else:
+            tensors += _tensors(module, shapes[module.name], resolved)
+
+    # What stands beside them: magnitudes and biases, copies of the base's embedding, modules trained in full
     variant = variant_of(modules)
-    if variant:
-        tensors += [
-            tensor for module in modules for tensor in _variant_tensors(module, shapes[module.name], variant, plan)
-        ]
+    for module in modules if variant else ():
+        tensors += _variant_tensors(module, shapes[module.name], variant, plan)
     tensors += _base_copies(modules)
-    tensors += [tensor for module in plan.saved.values() for tensor in saved_tensors(module, plan, ranks)]
-    if form.dtype is not None:
-        tensors = [replace(tensor, dtype=form.dtype) for tensor in tensors]  # truncated tensors already have it
-    return Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors))
+    for saved_module in plan.saved.values():
+        tensors += saved_tensors(saved_module, plan, ranks)
+
+    return _in_dtype(Layout(_config(plan, shapes, rank, alpha, rslora), tuple(tensors)), form.dtype)
+
+
+def _in_dtype(layout: Layout, dtype: str | None) -> Layout:
+    """The layout with all tensors in the requested number format, if one is requested."""
+    if dtype is None:
+        return layout
+    return replace(layout, tensors=tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
+
+
+def _global_pair(shapes: Collection[Shape], common: float) -> tuple[int, float]:
+    """The most frequent pair of rank and alpha of the modules with the scale `common`; of all, if none has it."""
+    agreeing = [(shape.rank, shape.alpha) for shape in shapes if math.isclose(shape.scale, common)]
+    everywhere = [(shape.rank, shape.alpha) for shape in shapes]
+    pair: tuple[int, float] = most_common(agreeing or everywhere, default=(1, 1.0))
+    return pair
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
     """s' of blends: the most frequent scale of copied modules, or of all terms. In the portable layout 1, or in float16
     the power of two nearest to it."""
-    modules = plan.modules.values()
-    if form.layout == "portable" and form.dtype != "F16":
-        dtypes = {dtype for module in modules for lora in module.loras for dtype in (lora.a.dtype, lora.b.dtype)}
-        if form.dtype is not None or "F16" not in dtypes:
-            return 1.0
-    copied = [module.loras[0].scale for module in modules if module.owner and module.terms]
-    scales = copied or [lora.scale for module in modules for lora in module.loras]
+    loras: list[LoraModule] = []
+    copied: list[float] = []
+    for module in plan.modules.values():
+        loras += module.loras
+        if module.owner and module.terms:
+            copied.append(module.loras[0].scale)
+
+    is_in_float16 = form.dtype == "F16"
+    if form.dtype is None:
+        is_in_float16 = any("F16" in (lora.a.dtype, lora.b.dtype) for lora in loras)
+    if form.layout == "portable" and not is_in_float16:
+        return 1.0
+
+    scales = copied or [lora.scale for lora in loras]
     common = float(most_common(scales, default=1.0))
     if form.layout == "exact":
         return common
-    return 2.0 ** min(max(round(math.log2(abs(common))), _LEAST_EXPONENT), _LARGEST_EXPONENT)
+
+    exponent = round(math.log2(abs(common)))
+    return 2.0 ** min(max(exponent, _LEAST_EXPONENT), _LARGEST_EXPONENT)
 
 
 def uses_rslora(plan: Plan) -> bool:
@@ -111,7 +139,18 @@ def uses_rslora(plan: Plan) -> bool:
 
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
-    tokens = {name: list(module.tokens) for name, module in plan.saved.items() if module.of_tokens}
+    saved = []
+    tokens = {}
+    for name, module in plan.saved.items():
+        if module.of_tokens:
+            tokens[name] = list(module.tokens)
+        elif module.terms and not ModuleKeys(name).is_bias:
+            saved.append(name)
+
+    variant = variant_of(plan.modules.values()) | trained_biases(plan) | _parameters(plan)
+    if tokens:
+        variant["trainable_token_indices"] = tokens
+
     return adapter_config(
         shapes,
         (rank, alpha),
@@ -122,17 +161,8 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         auto_mapping=plan.auto_mapping,
         fan_in_fan_out=_fan_in_fan_out(plan),
         tied=_tied(plan),
-        saved=[
-            name
-            for name, module in plan.saved.items()
-            if module.terms and not (ModuleKeys(name).is_bias or module.of_tokens)
-        ],
-        variant={
-            **variant_of(plan.modules.values()),
-            **trained_biases(plan),
-            **_parameters(plan),
-            **({"trainable_token_indices": tokens} if tokens else {}),
-        },
+        saved=saved,
+        variant=variant,
     )
 
 
@@ -142,16 +172,24 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     names = sorted(lora.name for lora in entering if lora.parameter)
     if not names:
         return {}
-    adapted = [adapter for adapter in plan.adapters.values() if any(m.parameter for m in adapter.modules.values())]
-    versions = [adapter.config.peft_version or "" for adapter in adapted]
+
+    versions = []
+    for adapter in plan.adapters.values():
+        adapts_parameters = any(module.parameter for module in adapter.modules.values())
+        if adapts_parameters and adapter.config.peft_version:
+            versions.append(adapter.config.peft_version)
+
     modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
-    return {"target_modules": modules, "target_parameters": names, "peft_version": min(filter(None, versions))}
+    return {"target_modules": modules, "target_parameters": names, "peft_version": min(versions)}
 
 
 def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
     """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
-    parts = [term.change.part for module in modules for term in module.opaque]
-    return {key: True for key in ("use_dora", "lora_bias") if any(part.settings.get(key) for part in parts)}
+    used: set[str] = set()
+    for module in modules:
+        for term in module.opaque:
+            used.update(key for key, value in term.change.part.settings.items() if value)
+    return {key: True for key in ("use_dora", "lora_bias") if key in used}
 
 
 def trained_biases(plan: Plan) -> dict[str, str]:
@@ -194,6 +232,8 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
     first = module.loras[0] if module.terms else _like(module, resolved.plan)
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+
+    # A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'
     a_pieces, b_pieces = [], []
     offset = 0
     for term, part in zip(module.terms, module.loras, strict=True):
@@ -205,8 +245,10 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
         a_pieces.append(Piece(term.expert, path, part.a, 1.0, offset))
         b_pieces.append(Piece(term.expert, path, part.b, factor, offset, rows))
         offset += part.rank
+
     if first.parameter:
-        return [*_fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan)]
+        return list(_fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan))
+
     factors = []
     for axis, (key, pieces) in enumerate(zip(first.keys, (a_pieces, b_pieces), strict=True)):
         dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
@@ -224,17 +266,20 @@ def _fused(
     A is viewed as experts×rank×in and B as out×rank×experts.
     """
     count, out, into = first.experts, first.out_features, first.in_features
-    keys = dict(zip("AB", written_keys(first, plan), strict=True))
+    key_a, key_b = written_keys(first, plan)
+
+    def factor(key: str, pieces: tuple[Piece, ...], stored: tuple[int, int], view: tuple[int, ...]) -> OutputTensor:
+        kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
+        return OutputTensor(key, _wide_enough(kind, pieces), stored, 1, pieces, view=view)
 
     def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
         return replace(piece, tensor=replace(piece.tensor, shape=dims))
 
     a = tuple(viewed(piece, (count, piece.tensor.shape[0] // count, into)) for piece in a_pieces)
+    yield factor(key_a, a, (count * shape.rank, into), (count, shape.rank, into))
+
     b = tuple(viewed(piece, (out, piece.tensor.shape[1] // count, count)) for piece in b_pieces)
-    for factor, pieces, view in (("A", a, (count, shape.rank, into)), ("B", b, (out, shape.rank, count))):
-        stored = (count * shape.rank, into) if factor == "A" else (out, shape.rank * count)
-        kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
-        yield OutputTensor(keys[factor], _wide_enough(kind, pieces), stored, 1, pieces, view=view)
+    yield factor(key_b, b, (out, shape.rank * count), (out, shape.rank, count))
 
 
 def _wide_enough(dtype: str, pieces: Sequence[Piece]) -> str:
@@ -282,13 +327,17 @@ def _variant_tensors(module: Slot, shape: Shape, variant: Mapping[str, Any], pla
     for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
         if not variant.get(key):
             continue
+
         pieces = []
         for term in module.opaque:
             tensors = term.change.part.tensors
-            if part in tensors:
-                factor = 1.0 if key == "use_dora" else term.coefficient * term.lora.scale / shape.scale
-                factor = 1.0 if math.isclose(factor, 1, rel_tol=1e-12) else factor
-                pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
+            if part not in tensors:
+                continue
+            factor = term.coefficient * term.lora.scale / shape.scale
+            if key == "use_dora" or math.isclose(factor, 1, rel_tol=1e-12):
+                factor = 1.0
+            pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
+
         size = pieces[0].tensor.shape if pieces else (first.out_features,)
         dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
         dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
