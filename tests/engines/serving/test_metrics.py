@@ -128,3 +128,30 @@ def test_the_size_of_a_folder_of_folders(tmp_path: Path) -> None:
         (tmp_path / name / "deep").mkdir(parents=True)
         (tmp_path / name / "deep" / "file").write_bytes(bytes(size))
     assert folder_sizes(tmp_path) == (2, 30)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_answer_that_the_end_of_the_server_cancels(begun: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """As uvicorn cancels it: a client that still waits gets a 503, and a stream that has begun just ends."""
+    sent: list[Any] = []
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        running.set()
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def ended() -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        task = asyncio.create_task(Measured(endless, dict)(scope, send, send))
+        await running.wait()
+        task.cancel()
+        await task
+
+    running = asyncio.Event()
+    asyncio.run(ended())
+    assert [message.get("status") for message in sent] == ([200] if begun else [503, None])
+    assert f" {sent[0]['status']} " in capsys.readouterr().err
