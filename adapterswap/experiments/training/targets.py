@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, Partition, check_one_list, parse_layers
@@ -83,11 +84,17 @@ class _Targeted:
 
     def adapters(self, start: Adapter | None) -> TrainingTargets:
         options, started = self.options, sorted(start.modules) if start else []
-        ends = sorted(set(options.target_modules)) if options.target_modules else started or self._projections()
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
         self._check_start(started)
-        self._check(ends if options.target_modules else [], layers)
-        named = {name: weight for name, weight in self.adaptable.items() if _named(name, ends)}
+        if options.target_modules:
+            ends = sorted(set(options.target_modules))
+            self._check(ends, layers)
+            named = {name: weight for name, weight in self.adaptable.items() if self._is_meant(name, ends)}
+        else:
+            self._check([], layers)
+            wanted = started or self._projections()
+            named = {name: self.adaptable[name] for name in wanted}
+            ends = started or self._shortest_ends(named)
         chosen, sides = self._owned({name: weight for name, weight in named.items() if self._in(layers, name)})
         if not chosen:
             raise FieldError(
@@ -120,7 +127,9 @@ class _Targeted:
         layers = sorted(parse_layers(options.layers)) if options.layers is not None else None
         self._check([], layers)
         holders = {
-            name: module for name, module in self.model.named_modules() if list(module.parameters(recurse=False))
+            name: module
+            for name, module in self.model.named_modules()
+            if list(module.parameters(recurse=False)) and self._reads_text(name)
         }
         chosen, sides = self._owned({name: module for name, module in holders.items() if self._in(layers, name)})
         numbers = {id(p): p.numel() for module in chosen.values() for p in module.parameters(recurse=False)}
@@ -143,7 +152,10 @@ class _Targeted:
         layers = {named[name] for name in chosen}
         if named.keys() == set(chosen):
             return ends, None
-        if None not in layers and {name for name, layer in named.items() if layer in layers} == set(chosen):
+        in_layers = {name for name, layer in named.items() if layer in layers}
+        # PEFT counts the layers of a tower like those of the language model.
+        in_towers = any(layer_container([name]) != self.container for name in named.keys() - in_layers)
+        if None not in layers and in_layers == set(chosen) and not in_towers:
             return ends, sorted(layer for layer in layers if layer is not None)
         return sorted(chosen), None
 
@@ -181,8 +193,32 @@ class _Targeted:
 
         return side_of
 
+    def _is_meant(self, name: str, ends: Sequence[str]) -> bool:
+        """Whether `ends` name a module to adapt. One of a vision or audio tower is meant only by its full name: rows of
+        text never reach it, so its adapter would stay at zero.
+        """
+        return name in ends or (_named(name, ends) and self._reads_text(name))
+
+    @cached_property
+    def _language_model(self) -> str:
+        """The name of the part that reads text; empty if that is the whole model."""
+        decoder = self.model.get_decoder()
+        return next((name for name, module in self.model.named_modules() if module is decoder), "")
+
+    def _reads_text(self, name: str) -> bool:
+        """Whether a module is in the language model, or is its head, and not in a tower or a projector beside it."""
+        if self.config.get_text_config() is self.config or not self._language_model:
+            return True
+        in_language_model = name.startswith(f"{self._language_model}.")
+        return in_language_model or self.model.get_submodule(name) is self.model.get_output_embeddings()
+
+    def _shortest_ends(self, projections: Iterable[str]) -> list[str]:
+        """The shortest ends of names that select these modules and, where one is enough for that, no others."""
+        chosen = set(projections)
+        return sorted({_shortest_end(name, chosen, self.adaptable, self.container) for name in chosen})
+
     def _projections(self) -> list[str]:
-        """The ends of the names of all attention and MLP projections."""
+        """The names of all attention and MLP projections in the language model's layers."""
         projections = {
             name
             for name in self.matrices
@@ -194,7 +230,7 @@ class _Targeted:
                 f"Name them in adapter.target_modules; its modules end in {_ends(self.matrices)}",
                 parameter="adapter.target_modules",
             )
-        return sorted({_shortest_end(name, projections, self.adaptable, self.container) for name in projections})
+        return sorted(projections)
 
     def _check_start(self, names: Sequence[str]) -> None:
         """Raise if TRL would not apply the start's LoRA to a module, or not train it."""
@@ -225,7 +261,7 @@ class _Targeted:
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
         tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
         for name in names:
-            modules = {full: self.model.get_submodule(full) for full in self.adaptable if _named(full, [name])}
+            modules = {full: self.model.get_submodule(full) for full in self.adaptable if self._is_meant(full, [name])}
             field = "adapter.target_modules"
             where = f"{field}: {name!r}"
             if not modules:
