@@ -107,6 +107,11 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() == "true"
 
 
+def is_spread() -> bool:
+    """Whether the launcher chose FSDP or DeepSpeed, which may spread weights over processes."""
+    return _is_on("ACCELERATE_USE_FSDP") or _is_on("ACCELERATE_USE_DEEPSPEED")
+
+
 def _zero_stage() -> int:
     """The stage of ZeRO that `accelerate launch` sets, from its command line or from DeepSpeed's own file."""
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from adapterswap.experiments.training.checkpoints import Checkpoints
     from adapterswap.experiments.training.data import Data
     from adapterswap.experiments.training.judge import CheckpointJudge, Examination
+    from adapterswap.experiments.training.probes import Head
     from adapterswap.experiments.training.start import Start
     from adapterswap.experiments.training.targets import TrainingTargets
     from adapterswap.experiments.training.trainer import Ladder
@@ -193,6 +194,7 @@ class _Prepared:
     parts: tuple[int, ...]
     steps: int
     examination: Examination | None
+    head: Head | None
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -212,6 +214,7 @@ def _prepare(
 ) -> _Prepared:
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.data import load_data, sequences
+    from adapterswap.experiments.training.rehearsal import rehearse
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
 
@@ -223,6 +226,7 @@ def _prepare(
     targets = find_targets(model, recipe, base.config, start)
     tell("reading rows")
     data = load_data(recipe, base)
+    head = rehearse(recipe, base, model, targets, data)
     rows, parts = sequences(data, recipe.training)
     steps = _steps(recipe, parts, processes)
     examination = None
@@ -231,7 +235,7 @@ def _prepare(
 
         tell("reading the selection's tasks")
         examination = examine(recipe, base, trust_task_code=trust_task_code)
-    return _Prepared(recipe, base, model, start, targets, data, rows, parts, steps, examination)
+    return _Prepared(recipe, base, model, start, targets, data, rows, parts, steps, examination, head)
 
 
 class _Run:
@@ -260,15 +264,37 @@ class _Run:
         self._prepared, self._processes, self._bar = prepared, processes, bar
         self._stopping = Stopping(processes)
         model = load_trainable(prepared.base, recipe, device=device, dtype=dtype)
+        head = self._head_for(model)
         if start and start.on_top:
             model = put_below(model, start.adapter, quantized=recipe.quantization is not None)
         self.trainer = build_trainer(
             recipe, prepared.base, model, prepared.targets, prepared.rows, prepared.parts,
-            data.validation.dataset() if data.validation else None, start=start,
+            data.validation.dataset() if data.validation else None, head=head, start=start,
             steps=prepared.steps, device=device, dtype=dtype, processes=processes, bar=bar, checkpoints=folder,
         )  # fmt: skip
         self._ladder, self._judge = self._watched()
         self.seconds = 0.0
+
+    def _head_for(self, model: Any) -> Head:
+        """How losses are computed from the base, which is refused here if it does not compute rows one by one.
+
+        Weights that FSDP or DeepSpeed spread are not all here: then a small copy has decided.
+        """
+        from adapterswap.experiments.training.base import is_spread
+        from adapterswap.experiments.training.probes import Head
+        from adapterswap.experiments.training.rehearsal import check_length, check_rows
+
+        prepared, options = self._prepared, self._prepared.recipe.training
+        if is_spread():
+            return prepared.head or Head()
+        if prepared.recipe.quantization is None:
+            from accelerate import PartialState
+
+            model.to(PartialState().device)
+        head = check_rows(model, prepared.base.reference, options)
+        if prepared.head is None and next(model.parameters()).device.type == "cpu":  # on CUDA it would end the process
+            check_length(model, options, prepared.data)
+        return head
 
     def _watched(self) -> tuple[Ladder | None, CheckpointJudge | None]:
         """What keeps and evaluates checkpoints of the trainer, if the recipe asks for it."""

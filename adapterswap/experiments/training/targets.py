@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, Partition, check_one_list, parse_layers
+from adapterswap.core.model.base import shape_of
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.writing.peft_config import Shape
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
@@ -148,7 +149,8 @@ class _Targeted:
 
         PEFT ignores layers_to_transform if target_modules contains full names.
         """
-        named = {name: ModuleName(name).layer(self.container) for name in self.adaptable if _named(name, ends)}
+        everything = (name for name, _ in self.model.named_modules())
+        named = {name: ModuleName(name).layer(self.container) for name in everything if _named(name, ends)}
         layers = {named[name] for name in chosen}
         if named.keys() == set(chosen):
             return ends, None
@@ -215,14 +217,17 @@ class _Targeted:
     def _shortest_ends(self, projections: Iterable[str]) -> list[str]:
         """The shortest ends of names that select these modules and, where one is enough for that, no others."""
         chosen = set(projections)
-        return sorted({_shortest_end(name, chosen, self.adaptable, self.container) for name in chosen})
+        everything = [name for name, _ in self.model.named_modules()]
+        return sorted({_shortest_end(name, chosen, everything, self.container) for name in chosen})
 
     def _projections(self) -> list[str]:
         """The names of all attention and MLP projections in the language model's layers."""
         projections = {
             name
             for name in self.matrices
-            if ModuleName(name).layer(self.container) is not None and ModuleName(name).kind in ("attention", "mlp")
+            if ModuleName(name).layer(self.container) is not None
+            and ModuleName(name).kind in ("attention", "mlp")
+            and _is_a_product(self.model.get_submodule(name))
         }
         if not projections:
             raise FieldError(
@@ -303,6 +308,25 @@ class _Targeted:
                 parameter="adapter.layers",
             )
         problems.raise_if_any()
+
+
+def _is_a_product(module: Any) -> bool:
+    """Whether a linear module returns its product with the input, to which LoRA adds its own.
+
+    Routers of some mixtures are linear modules that return scores and choices, or read their input in another form.
+    """
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):
+        return True
+    weight = module.weight
+    row = torch.empty(1, 2, shape_of(module)[1], dtype=weight.dtype, device=weight.device)
+    try:
+        output = module(row)
+    except Exception:  # of any kind: the input has another form
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (1, 2, shape_of(module)[0])
 
 
 def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> dict[str, Shape]:

@@ -73,6 +73,11 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row; 0 without rows."""
+        return int(np.diff(self.starts).max(initial=0))
+
     def row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Ids and mask of one row."""
         span = slice(self.starts[index], self.starts[index + 1])

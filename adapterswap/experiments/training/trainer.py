@@ -34,6 +34,7 @@ from adapterswap.engines.live.start import take_over
 from adapterswap.experiments.training.batches import RowsInSteps, by_length, only_labelled
 from adapterswap.experiments.training.checkpoints import LADDER, complete, link_weights
 from adapterswap.experiments.training.data import row_lengths
+from adapterswap.experiments.training.probes import Head, add_head
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
 from adapterswap.experiments.training.report import choose_schedule, parts_of_batch, rows_a_step, steps_between
 from adapterswap.experiments.training.start import Start
@@ -177,6 +178,19 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
 
     order: RowsInTurns | RowsByLength | RowsInSteps | None = None
     seconds_evaluating = 0.0
+    _head = Head()
+
+    def use(self, head: Head) -> None:
+        """Compute losses by this head, each as the mean over the labels that it sees.
+
+        transformers counts the labels for that mean by the name of the model's class: of some it counts each row's
+        first token too, which nothing predicts, and of others it averages the means of batches.
+        """
+        self._head = head
+        self._loss_shifts_labels = self.model_accepts_loss_kwargs = True
+        if not head.fused:
+            model = self.accelerator.unwrap_model(self.model)
+            add_head(model.get_base_model() if isinstance(model, PeftModel) else model, head)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self.order or super()._get_train_sampler(*args, **kwargs)
@@ -184,7 +198,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
     @contextmanager
     def _labelled(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Inputs for which logits are computed only where there is a label; TRL sees to that itself on CUDA."""
-        if self.args.device.type != "cpu" or self.args.torch_compile:
+        if self.args.device.type != "cpu" or self.args.torch_compile or not self._head.fused:
             yield inputs
             return
         model = self.accelerator.unwrap_model(self.model)
@@ -350,12 +364,13 @@ def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig
 
 def build_trainer(
     recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, train: Any, parts: Sequence[int],
-    validation: Any, *, start: Start | None, steps: int, device: str, dtype: str, checkpoints: Path,
+    validation: Any, *, head: Head, start: Start | None, steps: int, device: str, dtype: str, checkpoints: Path,
     processes: Processes, bar: ProgressRow,
 ) -> ExpertTrainer:  # fmt: skip
     """A trainer ready to train.
 
     Args:
+        head: how losses are computed from this model.
         train, validation: datasets with input_ids and labels (and seq_lengths if packed); validation may be None.
         parts: how many rows of `train` each side has.
         steps: how many steps the run has, for schedules that decay at the end.
@@ -369,13 +384,14 @@ def build_trainer(
             parameter.requires_grad_(targets.trains(name))
     trainer = ExpertTrainer(
         model=model,
-        args=_arguments(recipe, steps, device, dtype, checkpoints, processes, parts=divided),
+        args=_arguments(recipe, steps, device, dtype, checkpoints, processes, parts=divided, head=head),
         train_dataset=train,
         eval_dataset=validation,
         processing_class=base.tokenizer,
         peft_config=lora_config(recipe.adapter, targets) if adapted else None,
         callbacks=[_ProgressCallback(bar)],
     )
+    trainer.use(head)
     from transformers.trainer_callback import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
@@ -412,8 +428,9 @@ def build_trainer(
 
 
 def _arguments(
-    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, *, parts: int
-) -> SFTConfig:
+    recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, *, parts: int,
+    head: Head,
+) -> SFTConfig:  # fmt: skip
     options = recipe.training
     name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
@@ -445,6 +462,7 @@ def _arguments(
         use_cpu=device == "cpu",
         bf16=dtype == "bfloat16",
         dataset_kwargs={"skip_prepare_dataset": True},
+        router_aux_loss_coef=None if head.router_loss else 0.0,  # None is the model's own
         # Each step uses the parameters of one side only; the others must have no gradient.
         ddp_find_unused_parameters=recipe.simultaneous is not None,
         # when something is saved or logged
