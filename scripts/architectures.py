@@ -43,9 +43,9 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import adapterswap
+from adapterswap.experiments.training.small import LAYERS, TOKENS, WIDTH, smaller
 from adapterswap.kit.errors import AdapterswapError
 
-LAYERS, TOWER_LAYERS, WIDTH, TOKENS = 4, 2, 32, 96
 LARGEST = 8_000_000  # parameters: a model that is still larger has sizes of unknown names
 
 LINEAR = (torch.nn.Linear, Conv1D)
@@ -57,36 +57,6 @@ TASKS: dict[str, Mapping[str, str | tuple[str, ...]]] = {
     "TOKEN_CLS": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "QUESTION_ANS": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }
-
-# The largest value of each setting of a config, by its name; the first match counts.
-SIZES: list[tuple[str, int | None]] = [
-    (r"(task_)?type_vocab_size|num_labels|num_nextn_predict_layers|max_window_layers|n_group|topk_group", None),
-    (r"codebook_size", 64),
-    (r".*vocab_size.*|n_words|encoder_hash_byte_group_vocab|num_hash_buckets", TOKENS),
-    (r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|(encoder|decoder)_num_hidden_layers",
-     LAYERS),
-    (r"(?:encoder_|decoder_|cross_attention_|out_|backbone_|true_|audio_)?hidden_size|d_model|n_embd|dim|embed_dim"
-     r"|embedding_(size|dim)|word_embed_proj_dim|(in|out)put_embedding_size|lru_width|entity_emb_size|d_latents"
-     r"|emb_dim|intra_bottleneck_size|projector_(in|out)put_dim|vision_output_dim|output_dim|t2u_.*_dim", WIDTH),
-    (r"(dense_|shared_)?intermediate_size(_mlp)?|((en|de)coder_)?ffn_dim|d_ff|dim_ff|dff|ffn_hidden_size|n_inner"
-     r"|hidden_dim|feed_forward_size|mlp_dim", 48),
-    (r".*moe.*intermediate_size|shared_expert_intermediate_size|expert_ffn_hidden_size", 16),
-    (r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups", 2),
-    (r".*num_attention_heads|n_heads?|num_heads|((en|de)coder_)?attention_heads|index_n_heads|linear_num_.*_heads"
-     r"|n_mamba_heads|mamba_num_heads|mamba_n_heads", 4),
-    (r"mamba_d_head|mamba_headdim|qk_head_dim", 16),
-    (r"head_dim|.*_head_dim|d_kv|dim_head|d_head|attention_head_size|rotary_dim|.*lora_rank|mamba_d_state|state_size"
-     r"|d_state|time_step_rank|hidden_size_per_layer_input|router_hidden_size|xpath_unit_hidden_size|adapter_rank", 8),
-    (r"sliding_window|attention_window.*|local_attention|block_size|mamba_chunk_size|chunk_size|index_topk"
-     r"|(local|lsh)_attn_chunk_length", 8),
-    (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|moe_topk|moe_k|moe_top_k", 2),
-    (r"n_shared_experts|num_shared_experts|first_k_dense_replace|zero_expert_num", 1),
-    (r".*max_position_embeddings.*|n_positions|n_ctx|context_length|max_(source|target)_positions", 64),
-    (r"image_size|crop_size", 16),
-    (r"patch_size", 8),
-]  # fmt: skip
-_LANGUAGE = ("text_config", "llm_config", "language_config", "thinker_config", "encoder", "decoder", "text_encoder")
 
 # What the names do not tell.
 SPECIAL: dict[str, dict[str, Any]] = {
@@ -107,30 +77,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 def pico_config(model_type: str) -> Any:
     """The config of a model type with its default structure, but at most a few layers, experts, heads and tokens."""
     config = CONFIG_MAPPING[model_type]
-    return config.from_dict({**_smaller(config().to_dict(), LAYERS), **SPECIAL.get(model_type, {})})
-
-
-def _smaller(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    depths = {config.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
-    smaller: dict[str, Any] = {}
-    token = TOKENS
-    for name, value in config.items():
-        limit = next((limit for names, limit in SIZES if re.fullmatch(names, name)), None)
-        if name in ("id2label", "label2id", "per_layer_config"):
-            continue
-        if isinstance(value, dict) and (name.endswith("_config") or name in _LANGUAGE):
-            value = _smaller(value, LAYERS if name in _LANGUAGE and layers == LAYERS else TOWER_LAYERS)
-        elif name == "head_dim" and value is None and "num_attention_heads" in config:
-            value = 8
-        elif isinstance(value, list) and len(value) in depths:
-            kinds = list(dict.fromkeys(map(json.dumps, value)))
-            value = [json.loads(kind) for kind in (kinds * layers)[:layers]]
-        elif name.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= TOKENS:
-            value = token = token - 1
-        elif isinstance(value, int) and not isinstance(value, bool) and limit is not None:
-            value = layers if limit == LAYERS and "layer" in name and value else min(value, limit)
-        smaller[name] = value
-    return smaller
+    return config.from_dict({**smaller(config().to_dict()), **SPECIAL.get(model_type, {})})
 
 
 def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:

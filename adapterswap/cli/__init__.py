@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from adapterswap import __version__
-from adapterswap.cli.output import VERBOSE, print_errors
+from adapterswap.cli.output import VERBOSE, print_errors, with_flags
 from adapterswap.kit.dependencies import explained
 from adapterswap.kit.errors import (
     AdapterswapError,
@@ -35,6 +35,7 @@ from adapterswap.kit.errors import (
     NotFoundError,
     OutputError,
     RunError,
+    StoppedError,
     UnsupportedError,
     printable,
     visible,
@@ -235,12 +236,17 @@ class _Commands(click.Group):
         exit_code = NOT_DONE
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interruption:
             click.echo("\nAborted!", err=True)  # the empty line ends the terminal's ^C
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is not None and interruption.args:
+                click.echo(with_flags(str(interruption), command), err=True)
             sys.exit(INTERRUPTED)
         except AdapterswapError as error:
             problems = error.problems
             exit_code = max(EXIT_CODES.get(problem.kind, NOT_DONE) for problem in error.found)
+            if isinstance(error, StoppedError):
+                exit_code = 128 + signal.SIGTERM
             if ctx.meta.get(VERBOSE):
                 import traceback
 

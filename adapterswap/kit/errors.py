@@ -181,6 +181,10 @@ class RunError(AdapterswapError):
     """A training run, a sweep or a server could not start, resume or continue."""
 
 
+class StoppedError(RunError):
+    """A run received SIGTERM and ended where it can be resumed; the command line's exit code is 143."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake.

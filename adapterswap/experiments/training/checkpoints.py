@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core.model.checkpoints import model_fingerprints
-from adapterswap.kit.errors import OutputError, RunError
+from adapterswap.kit.errors import OutputError, RunError, and_more
 from adapterswap.kit.files.folders import OutputKind, replacing, sync
-from adapterswap.kit.files.text import read_json, write_json
+from adapterswap.kit.files.text import read_json, shown, write_json
 
 
 @contextmanager
@@ -62,6 +62,7 @@ _RUN = "run.json"
 _BUILDING = "run.tmp"
 LADDER = "ladder"  # the folder of the adapters that `selection.ladder` keeps
 _CHECKPOINT = re.compile(r"(tmp-)?checkpoint-\d+")
+_MOST_CHANGES = 6  # that a message lists
 _WITHOUT_EFFECT = ("keep_checkpoints", "report_to")  # options of training that do not change its result
 
 
@@ -103,7 +104,8 @@ class Checkpoints:
             RunError: the unfinished run has another recipe, other rows or tasks, another base or another number of
                 processes; or its run.json is missing.
         """
-        run = _fingerprint(recipe | {"processes": processes, "base": model_fingerprints(base)}, inputs)
+        settings = _with_effect(recipe) | {"processes": processes}
+        run = {"settings": settings, "inputs": {"base": _hash(model_fingerprints(base)), **_hashes(inputs)}}
         note = self.folder / _RUN
         if not resume:
             self.remove()
@@ -120,13 +122,12 @@ class Checkpoints:
         else:
             before = read_json(note, "Pass `overwrite=True` without `resume` to start again", kind=RunError)
             if before != run:
-                changed = sorted(key for key in run if before.get(key) != run[key])
                 raise RunError(
-                    f"{self.folder} contains checkpoints of another run; changed since then: {', '.join(changed)}",
+                    f"{self.folder} contains checkpoints of another run; changed since then: {_changes(before, run)}",
                     "Undo the change, or pass `overwrite=True` without `resume` to start again",
                     parameter="resume",
                 )
-        return max(self._complete(), key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        return last_complete(self.folder)
 
     @contextmanager
     def tidied(self, *, keep: bool = False) -> Iterator[None]:
@@ -138,7 +139,7 @@ class Checkpoints:
                 self.remove()
 
     def _complete(self) -> list[Path]:
-        return [path.parent for path in self.folder.glob(f"checkpoint-*/{_COMPLETE}")]
+        return _complete_in(self.folder)
 
     def remove(self) -> None:
         """Remove the checkpoints. If the folder contains other files, they stay."""
@@ -167,6 +168,20 @@ class Checkpoints:
         ]
 
 
+def _complete_in(folder: Path) -> list[Path]:
+    return [path.parent for path in folder.glob(f"checkpoint-*/{_COMPLETE}")]
+
+
+def last_complete(folder: Path) -> Path | None:
+    """The last complete checkpoint in a folder of checkpoints."""
+    return max(_complete_in(folder), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def complete(checkpoint: Path) -> None:
     """Mark a checkpoint whose files are all written, and sync it, as the one before it is removed next."""
     sync(checkpoint, whole=True)
@@ -191,8 +206,42 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _fingerprint(recipe: dict[str, Any], inputs: Mapping[str, Any]) -> dict[str, str]:
-    """A short hash for each key of the recipe that affects the result."""
-    parts = {key: value for key, value in recipe.items() if key != "out_path"}
-    parts["training"] = {key: value for key, value in parts["training"].items() if key not in _WITHOUT_EFFECT}
-    return {key: _hash(value) for key, value in {**parts, **inputs}.items()}
+def _hashes(inputs: Mapping[str, Any]) -> dict[str, str]:
+    return {name: _hash(value) for name, value in inputs.items()}
+
+
+def _with_effect(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a recipe that affect the result."""
+    settings = {key: value for key, value in recipe.items() if key != "out_path"}
+    settings["training"] = {key: value for key, value in recipe["training"].items() if key not in _WITHOUT_EFFECT}
+    return settings
+
+
+def _changes(before: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """The keys that differ between two contents of run.json, settings with their old and new values."""
+    old, new = (_flat(content.get("settings", {})) for content in (before, run))
+    changes = []
+    for key in dict.fromkeys([*old, *new]):
+        if old.get(key) != new.get(key):
+            changes.append(f"{key}: {_shown(old, key)}, now {_shown(new, key)}")
+    inputs = before.get("inputs", {})
+    changes += [f"{name} (its content)" for name in run["inputs"] if inputs.get(name) != run["inputs"][name]]
+    return and_more(changes, _MOST_CHANGES)
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """The values in nested mappings and lists, by their paths: training.learning_rate, datasets.0.path."""
+    if isinstance(value, Mapping) and value:
+        items = list(value.items())
+    elif isinstance(value, list) and value:
+        items = list(enumerate(value))
+    else:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat |= _flat(item, f"{path}.{key}".removeprefix("."))
+    return flat
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return shown(settings[key]) if key in settings else "not set"

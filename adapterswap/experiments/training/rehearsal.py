@@ -8,6 +8,7 @@ once it is loaded: `check_rows`.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,11 +26,15 @@ from adapterswap.kit.errors import BaseModelError, FieldError, UnsupportedError,
 _MOST_POSITIONS = 32_768  # no model learns a position for so many tokens, and trying them takes long
 
 
-def rehearse(recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, data: Data) -> Head | None:
+def rehearse(
+    recipe: TrainRecipe, base: OpenedBase, model: Any, targets: TrainingTargets, data: Data, *, device: str
+) -> Head | None:
     """Raise what would stop the run, as far as a small copy of the base shows it.
 
     Args:
         model: the base without weights.
+        device: where the run computes. On CUDA, kernels may keep packed rows apart that the copy, on the CPU, mixes.
+            There the base itself decides, once it is loaded.
 
     Returns:
         How the copy's log-probabilities are computed; None if it shows nothing.
@@ -43,7 +48,10 @@ def rehearse(recipe: TrainRecipe, base: OpenedBase, model: Any, targets: Trainin
     small = small_copy(model)
     if small is None or not Probe(small).works:
         return None
-    head = check_rows(small, base.reference, recipe.training)
+    options = recipe.training
+    if device != "cpu":
+        options = options.model_copy(update={"packing": False, "padding_free": False})
+    head = check_rows(small, base.reference, options)
     check_length(small, recipe.training, data)
     if recipe.adapter.method == "lora":
         _check_adapter(small, recipe, targets, head)
@@ -133,9 +141,10 @@ def check_length(model: Any, options: TrainingOptions, data: Data) -> None:
 def _check_adapter(small: Any, recipe: TrainRecipe, targets: TrainingTargets, head: Head) -> None:
     """Raise if a forward and a backward pass with the recipe's adapter fails, and name the modules at fault."""
     names = _names_in(small, targets)
-    if not names or (reason := _failure(small, names, head)) is None:
+    transposed = targets.conv1d
+    if not names or (reason := _failure(small, names, head, transposed)) is None:
         return
-    at_fault = [name for name in names if _failure(small, [name], head) is not None]
+    at_fault = [name for name in names if _failure(small, [name], head, transposed) is not None]
     ends = sorted({name.rpartition(".")[2] for name in at_fault or names})
     others = sorted(set(targets.ends) - set(ends))
     remedy = f"Set adapter.target_modules: [{', '.join(others)}]" if others else "Name others in adapter.target_modules"
@@ -152,12 +161,14 @@ def _names_in(small: Any, targets: TrainingTargets) -> list[str]:
     return [name for name in targets.names if any(own == name or own.endswith(f".{name}") for own in modules)]
 
 
-def _failure(small: Any, names: Sequence[str], head: Head) -> str | None:
+def _failure(small: Any, names: Sequence[str], head: Head, transposed: bool) -> str | None:
     """Why an adapter on these modules fails; None if it works. The small copy stays as it is."""
     model = copy.deepcopy(small)
     try:
-        with torch.random.fork_rng(devices=[]):
-            peft = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=list(names)))
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapter = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=list(names), fan_in_fan_out=transposed)
+            peft = get_peft_model(model, adapter)
             add_head(model, head)
             tokens = torch.tensor([Probe(small).rows[0]])
             router = {"output_router_logits": True} if head.router_loss else {}

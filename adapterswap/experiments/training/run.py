@@ -26,7 +26,7 @@ from adapterswap.experiments.training.base import (
 from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
 from adapterswap.experiments.training.selection import Enough
-from adapterswap.kit.errors import ArgumentError, RunError, check_type
+from adapterswap.kit.errors import ArgumentError, StoppedError, check_type
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import find_recipe
@@ -117,21 +117,27 @@ def train(
 
     Raises:
         ArgumentError: there are `overrides` without a file, or there is no output folder.
-        FieldError: the recipe has mistakes; it names modules or layers that the base does not have; warmup and decay
-            are longer than the run; a task of the selection lacks its metric, or has prompts that are longer than the
+        FieldError: the recipe has mistakes; it names modules or layers that the base does not have, or modules that
+            cannot have an adapter; rows are longer than the base's positions; warmup and decay are longer than the run;
+            a task of the selection lacks its metric, or has prompts that are longer than the
             model's context.
         NotFoundError: the recipe, the base or a dataset does not exist, or could not be downloaded.
-        BaseModelError: the base or its tokenizer is damaged, or does not support what the recipe needs.
+        BaseModelError: the base or its tokenizer is damaged, does not support what the recipe needs, or reads the
+            tokens that it is to predict.
         DataError: a dataset is malformed, lacks a column, or has no rows left; a task of the selection is unknown, runs
             code that is not trusted, or cannot be loaded.
         OutputError: the output exists, contains other files or overlaps an input; or the disk is full.
-        UnsupportedError: `selection` or `simultaneous` is used with FSDP.
+        UnsupportedError: the base mixes packed rows, or the rows of a batch; `selection` or `simultaneous` is used with
+            FSDP.
         DependencyError: the `train` extra, or another library that the recipe needs, is not installed.
         RunError: the device is not available; the unfinished run is a different one, or damaged; the loss is NaN or
-            infinite; memory runs out; the run received SIGTERM, or another of its processes died.
+            infinite; memory runs out; another of its processes died.
+        StoppedError: the run received SIGTERM, and has written a checkpoint; this is a RunError.
+        KeyboardInterrupt: of Ctrl-C, with the step and the checkpoint to continue from as its text.
     """
     recipe = _recipe(recipe, overrides)
     target = _target(recipe, out_path)
+    _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
     check_libraries(recipe)
     if judged_by := recipe.judged_by:
         from adapterswap.experiments.evaluation.tasks import LoadedTasks
@@ -151,8 +157,7 @@ def train(
         checkpoints.tidied(keep=not processes.main),
     ):
         bar = bars.row("opening the base")
-        _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
-        prepared = _prepare(recipe, scratch, processes.count, trust_task_code=trust_task_code, tell=bar.begin)
+        prepared = _prepare(recipe, scratch, processes.count, device, trust_task_code=trust_task_code, tell=bar.begin)
         saves = bool(recipe.training.save_every_samples)
         run = _Run(
             prepared, processes, bar, device=device, dtype=dtype, folder=checkpoints.folder if saves else scratch
@@ -210,7 +215,13 @@ class _Prepared:
 
 
 def _prepare(
-    recipe: TrainRecipe, scratch: Path, processes: int, *, trust_task_code: bool, tell: Callable[[str], None]
+    recipe: TrainRecipe,
+    scratch: Path,
+    processes: int,
+    device: str,
+    *,
+    trust_task_code: bool,
+    tell: Callable[[str], None],
 ) -> _Prepared:
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.data import load_data, sequences
@@ -226,7 +237,7 @@ def _prepare(
     targets = find_targets(model, recipe, base.config, start)
     tell("reading rows")
     data = load_data(recipe, base)
-    head = rehearse(recipe, base, model, targets, data)
+    head = rehearse(recipe, base, model, targets, data, device=device)
     rows, parts = sequences(data, recipe.training)
     steps = _steps(recipe, parts, processes)
     examination = None
@@ -339,10 +350,13 @@ class _Run:
             trainer.add_callback(self._stopping)
             listening = self._stopping.listening()
         began = time.monotonic()
-        with explained("a checkpoint", folder), listening, suppress(Enough):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            with explained("a checkpoint", folder), listening, suppress(Enough):
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._interrupted(folder)) from None
         if self._stopping.stopped is not None:
-            raise RunError(
+            raise StoppedError(
                 f"Training was stopped by SIGTERM after step {self._stopping.stopped} of {self._prepared.steps}",
                 "Pass `resume=True` to continue",
             )
@@ -352,13 +366,24 @@ class _Run:
             self._bar.begin("measuring the validation loss")
             trainer.evaluate()
 
+    def _interrupted(self, folder: Path) -> str:
+        """What Ctrl-C has ended, and how to go on from the last checkpoint in `folder`, if there is one."""
+        from adapterswap.experiments.training.checkpoints import last_complete, step_of
+
+        ended = f"Training was interrupted after step {self.trainer.state.global_step} of {self._prepared.steps}"
+        if (checkpoint := last_complete(folder)) is None:
+            return f"{ended}, before its first checkpoint: nothing is kept."
+        return f"{ended}. Pass `resume=True` to continue from step {step_of(checkpoint)}."
+
     def report(self, path: Path, checkpoint: Path | None) -> TrainReport:
         """The report of the run, which continued from `checkpoint` and will be written to `path`."""
+        from adapterswap.experiments.training.checkpoints import step_of
+
         state = self.trainer.state
         return TrainReport(
             path=path,
             steps=state.global_step,
-            resumed_from=int(checkpoint.name.rpartition("-")[2]) if checkpoint else None,
+            resumed_from=step_of(checkpoint) if checkpoint else None,
             train_losses=_losses(state.log_history, "loss"),
             eval_losses=_losses(state.log_history, "eval_loss"),
             rows=self._prepared.data.rows,
@@ -465,7 +490,7 @@ def estimate(
     with isolated(), scratch_folder("training") as scratch:
         options, processes = recipe.training, Processes.started()
         device, dtype = device_and_dtype(options)
-        prepared = _prepare(recipe, scratch, processes, trust_task_code=trust_task_code, tell=lambda step: None)
+        prepared = _prepare(recipe, scratch, processes, device, trust_task_code=trust_task_code, tell=lambda step: None)
         base, start, targets, data, steps = (
             prepared.base,
             prepared.start,

@@ -20,7 +20,8 @@ POSITIONS = re.compile(
 
 # The largest value of each setting of a config, by its name; the first match counts.
 SIZES: list[tuple[str, int | None]] = [
-    (r"(task_)?type_vocab_size|num_labels|num_nextn_predict_layers|max_window_layers|n_group|topk_group", None),
+    (r"(task_)?type_vocab_size|num_labels|num_nextn_predict_layers|max_window_layers", None),
+    (r"n_group|topk_group", 1),
     (r"codebook_size", 64),
     (r".*vocab_size.*|n_words|encoder_hash_byte_group_vocab|num_hash_buckets", TOKENS),
     (r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|(encoder|decoder)_num_hidden_layers",
@@ -40,7 +41,7 @@ SIZES: list[tuple[str, int | None]] = [
     (r"sliding_window|attention_window.*|local_attention|block_size|mamba_chunk_size|chunk_size|index_topk"
      r"|(local|lsh)_attn_chunk_length", 8),
     (r"num_experts|num_local_experts|n_routed_experts|moe_num_experts", 4),
-    (r"num_experts_per_tok|moe_topk|moe_k|moe_top_k", 2),
+    (r"num_experts_per_tok(en)?|moe_topk|moe_k|moe_top_k", 2),
     (r"n_shared_experts|num_shared_experts|first_k_dense_replace|zero_expert_num", 1),
     (POSITIONS.pattern, 64),
     (r"image_size|crop_size", 16),

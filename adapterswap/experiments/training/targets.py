@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, Partition, check_one_list, parse_layers
-from adapterswap.core.model.base import shape_of
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.writing.peft_config import Shape
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
@@ -227,7 +226,7 @@ class _Targeted:
             for name in self.matrices
             if ModuleName(name).layer(self.container) is not None
             and ModuleName(name).kind in ("attention", "mlp")
-            and _is_a_product(self.model.get_submodule(name))
+            and self._is_a_product(name)
         }
         if not projections:
             raise FieldError(
@@ -236,6 +235,24 @@ class _Targeted:
                 parameter="adapter.target_modules",
             )
         return sorted(projections)
+
+    def _is_a_product(self, name: str) -> bool:
+        """Whether a linear module returns its product with the input, to which LoRA adds its own.
+
+        Routers of some mixtures are linear modules that return scores and choices, or read their input in another form.
+        """
+        import torch
+        from transformers.pytorch_utils import Conv1D
+
+        module, sizes = self.model.get_submodule(name), self.adaptable[name]
+        if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):
+            return True
+        row = torch.empty(1, 2, sizes.in_features, dtype=module.weight.dtype, device=module.weight.device)
+        try:
+            output = module(row)
+        except Exception:  # of any kind: the input has another form
+            return False
+        return isinstance(output, torch.Tensor) and output.shape == (1, 2, sizes.out_features)
 
     def _check_start(self, names: Sequence[str]) -> None:
         """Raise if TRL would not apply the start's LoRA to a module, or not train it."""
@@ -308,25 +325,6 @@ class _Targeted:
                 parameter="adapter.layers",
             )
         problems.raise_if_any()
-
-
-def _is_a_product(module: Any) -> bool:
-    """Whether a linear module returns its product with the input, to which LoRA adds its own.
-
-    Routers of some mixtures are linear modules that return scores and choices, or read their input in another form.
-    """
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    if type(module).forward in (torch.nn.Linear.forward, Conv1D.forward):
-        return True
-    weight = module.weight
-    row = torch.empty(1, 2, shape_of(module)[1], dtype=weight.dtype, device=weight.device)
-    try:
-        output = module(row)
-    except Exception:  # of any kind: the input has another form
-        return False
-    return isinstance(output, torch.Tensor) and output.shape == (1, 2, shape_of(module)[0])
 
 
 def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> dict[str, Shape]:

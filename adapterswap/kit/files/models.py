@@ -186,6 +186,8 @@ def _explained(
         source = file.source_of(setting) if file else None
         problem = _explain(details, file_location, model)
         place, message = str(source or where), problem.message
+        if file and file.is_overridden(setting):
+            place = "`overrides`"  # --set on the command line
         if place:
             message = f"{place}: {message if called else _PARAMETER.sub(_as_key, message)}"
         problems.add(message, problem.remedy, parameter=problem.parameter)

@@ -214,6 +214,10 @@ class RecipeFile:
         yaml.dump(content, text)
         return text.getvalue()
 
+    def is_overridden(self, location: Location) -> bool:
+        """Whether the overrides set the value at `location`, or a value above it as a whole."""
+        return bool(location) and _sets(self.layers[-1].content, location)
+
     def source_of(self, location: Location) -> Path | None:
         """The file that set the value at `location`, or a value above it as a whole; None if no file did."""
         return _source_of(location, self.layers)
