@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 import transformers
 from architectures import LARGEST, pico_config
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
 
@@ -47,23 +47,21 @@ CAUSAL = sorted(
     {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
 )
 WAYS = ("plain", "completions", "chats", "packed")
-FLOOR = 3  # ids below are special
-WORDS = [f"w{i}" for i in range(60)]
-TEXTS = [" ".join(WORDS[(5 * row + 7 * place) % 60] for place in range(3 + 2 * row)) for row in range(4)]
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+TEXTS = ["".join(LETTERS[(5 * row + 7 * place) % 36] for place in range(3 + 2 * row)) for row in range(4)]
 TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}w1 {{ message['content'] }} w2 "
-    "{% else %}{{ message['content'] }} </s> {% endif %}{% endfor %}"
+    "{% for message in messages %}{% if message['role'] == 'user' %}x{{ message['content'] }}y"
+    "{% else %}{{ message['content'] }}</s>{% endif %}{% endfor %}"
 )
-MUCH = 2e-4  # of the loss: some ten times what rounding moves in the models that differ most
+MUCH = 5e-4  # of the loss and of the norm: some three times what rounding moves in the models where it moves most
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each word, and the same special tokens as the models have."""
-    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{word: FLOOR + place for place, word in enumerate(WORDS)}}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    """A token for each letter, whatever a class of transformers makes of the text before."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2, **{letter: 3 + place for place, letter in enumerate(LETTERS)}}
+    letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE, model_max_length=512
+        tokenizer_object=letters, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATE, model_max_length=512
     )
 
 
@@ -79,6 +77,8 @@ def build(model_type: str, folder: Path) -> Any:
                 setattr(part, name, 0.0)
         if getattr(part, "router_aux_loss_coef", None):
             part.router_aux_loss_coef = 0.0
+        if getattr(part, "index_topk", None):
+            part.index_topk = 64  # more than a row has tokens: of equal scores, any may be among the first few
     auto = language_model_class(config, model_type)
     kind = auto._model_mapping[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
@@ -105,24 +105,25 @@ def build(model_type: str, folder: Path) -> Any:
 
 def rows_of(way: str) -> tuple[dict[str, str], list[dict[str, Any]], list[tuple[list[int], list[int]]]]:
     """The source's templates, its rows, and what is expected of them: ids and labels."""
-    ids = tokenizer().convert_tokens_to_ids
+    known = tokenizer().get_vocab()
     if way in ("plain", "packed"):
         rows = [{"text": text} for text in TEXTS]
-        tokens = [[*ids(text.split()), 1] for text in TEXTS]
+        tokens = [[*(known[letter] for letter in text), 1] for text in TEXTS]
         return {"text": "{text}"}, rows, [(row, row) for row in tokens]
 
     expected, rows = [], []
     for text in TEXTS:
-        prompt, answer = text.split()[:-2], text.split()[-2:]
+        prompt, answer = text[:-2], text[-2:]
+        before = prompt
         if way == "completions":
-            rows.append({"prompt": " ".join(prompt), "completion": " " + " ".join(answer)})
-            before = ids(prompt)
+            rows.append({"prompt": prompt, "completion": answer})
         else:
-            turns = [{"role": "user", "content": " ".join(prompt)}, {"role": "assistant", "content": " ".join(answer)}]
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
             rows.append({"messages": turns})
-            before = ids(["w1", *prompt, "w2"])
-        after = [*ids(answer), 1]
-        expected.append((before + after, [-100] * len(before) + after))
+            before = f"x{prompt}y"
+        after = [*(known[letter] for letter in answer), 1]
+        ids = [known[letter] for letter in before]
+        expected.append((ids + after, [-100] * len(ids) + after))
     if way == "completions":
         return {"prompt": "{prompt}", "completion": "{completion}"}, rows, expected
     return {"messages": "messages"}, rows, expected
@@ -159,7 +160,7 @@ def by_hand(model: Any, expected: Sequence[tuple[list[int], list[int]]]) -> torc
     count = 0
     for ids, labels in expected:
         row = torch.tensor([ids])
-        logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, :-1].float()
+        logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0, :-1].double()
         total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum")
         count += sum(label != -100 for label in labels[1:])
     return torch.as_tensor(total / count)
@@ -243,11 +244,13 @@ def outcome(run: TrainRecipe, way: str, out: Path, base: Any) -> dict[str, Any]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return {"outcome": "crash", "reason": f"{short(error)} ({Path(where.filename).name}:{where.lineno})"}
 
-    loss = by_hand(watched.model.train(), expected)
+    model = watched.model.train()
+    try:
+        loss = by_hand(model.double(), expected)
+    except (RuntimeError, ValueError):  # some models mix float32 into it
+        loss = by_hand(model.float(), expected)
     loss.backward()
-    norm = math.sqrt(
-        sum(float(p.grad.double().square().sum()) for p in watched.model.parameters() if p.grad is not None)
-    )
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
     logged = next(entry for entry in watched.logs if "loss" in entry)
     apart = {
         "loss": (logged["loss"], loss.item()),

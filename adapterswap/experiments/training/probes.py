@@ -187,7 +187,7 @@ def _special_tokens(config: Mapping[str, Any]) -> set[int]:
     for name, value in config.items():
         if isinstance(value, dict):
             tokens |= _special_tokens(value)
-        elif isinstance(value, int) and name.endswith(("token_id", "token_index")):
+        elif isinstance(value, int) and str(name).endswith(("token_id", "token_index")):
             tokens.add(value)
     return tokens
 
@@ -276,7 +276,7 @@ def wants_router_loss(config: Any) -> bool:
 
 def name_experts(config: Any) -> None:
     """Give a text model's config the name for its number of experts that TRL reads, if it has another one for it."""
-    if wants_router_loss(config) and not hasattr(config, "num_experts") and getattr(config, "num_local_experts", 0):
+    if wants_router_loss(config) and not hasattr(config, "num_experts") and getattr(config, "num_local_experts", None):
         config.num_experts = config.num_local_experts
 
 

@@ -146,7 +146,9 @@ def memory(
     options = recipe.training
     size = Dtype.BYTES[Dtype.NAMES[dtype]]
     hidden = int(config.hidden_size)
-    intermediate = int(getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden)
+    intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    if isinstance(intermediate, list):  # one for each layer
+        intermediate = max(intermediate)
     tokens = options.batch_size // parts * (options.max_length if options.packing else longest)
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)

@@ -254,10 +254,21 @@ class _Targeted:
             return False
         return isinstance(output, torch.Tensor) and output.shape == (1, 2, sizes.out_features)
 
+    @property
+    def _ties_its_head(self) -> bool:
+        """Whether the head has the input embeddings' weight."""
+        head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        tied = {name for weight in self.adaptable.values() for name in weight.tied}
+        return (
+            head is not None
+            and any(self.model.get_submodule(name) is head for name in tied)
+            and any(self.model.get_submodule(name) is embeddings for name in tied)
+        )
+
     def _check_start(self, names: Sequence[str]) -> None:
         """Raise if TRL would not apply the start's LoRA to a module, or not train it."""
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
+        tied = self._ties_its_head
         for name in names:
             module, saved = self.model.get_submodule(name), _named(name, self.options.modules_to_save)
             if module is head or (tied and module is embeddings) or saved:
@@ -281,7 +292,7 @@ class _Targeted:
     def _check(self, names: Sequence[str], layers: Sequence[int] | None) -> None:
         problems, options = Problems(FieldError), self.options
         head, embeddings = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        tied = head is not None and bool(self.config.get_text_config().tie_word_embeddings)
+        tied = self._ties_its_head
         for name in names:
             modules = {full: self.model.get_submodule(full) for full in self.adaptable if self._is_meant(full, [name])}
             field = "adapter.target_modules"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import yaml
 from click.testing import Result
 
 from .conftest import echo_rows, write_jsonl
+from .spying import spied
 
 Run = Callable[..., Result]
 
@@ -89,3 +92,60 @@ def test_an_unknown_recipe_names_the_known_ones(run: Run) -> None:
     result = run("train", "train/llama-3.1-8b/maths")
     assert result.exit_code == 3
     assert "train/llama-3.1-8b/math" in result.stderr
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("how", "code", "reached"), [(ctrl_c, 130, "4"), (end, 143, "5")])
+def test_an_ended_run_says_how_to_go_on(
+    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[], None], code: int, reached: str
+) -> None:
+    """Ctrl-C ends a step and goes back to the last checkpoint; SIGTERM finishes the step and writes one."""
+    options = ["--set", "training.save_every_samples=16", "--set", "training.max_steps=7"]  # a checkpoint in two steps
+    handler = signal.getsignal(signal.SIGTERM)
+    with spied(monkeypatch, lambda step, *_: how() if step + 1 == 5 else None):
+        result = run("train", recipe, *options)
+    signal.signal(signal.SIGTERM, handler)
+    assert result.exit_code == code
+    assert "after step 5 of 7" in result.stderr
+    assert "--resume" in result.stderr
+
+    changed = run("train", recipe, *options, "--resume", "--set", "training.learning_rate=0.25")
+    assert changed.exit_code == 3
+    assert "training.learning_rate: 0.0001, now 0.25" in changed.stderr
+    resumed = run("train", recipe, *options, "--resume")
+    assert resumed.exit_code == 0
+    assert f"resumed from {reached}" in resumed.stdout
+
+
+def test_without_a_checkpoint_nothing_is_promised(run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with spied(monkeypatch, lambda step, *_: ctrl_c() if step + 1 == 2 else None):
+        result = run("train", recipe)
+    assert result.exit_code == 130
+    assert "after step 2 of 5" in result.stderr
+    assert "--resume" not in result.stderr
+
+
+def test_a_mistake_is_named_where_it_is(run: Run, recipe: Path) -> None:
+    setting = run("train", recipe, "--dry-run", "--set", "training.epochs=-1")
+    assert setting.exit_code == 2
+    assert setting.stderr.startswith("Error: --set: training.epochs")
+    recipe.write_text(recipe.read_text().replace("batch_size: 4", "batch_size: 0"))
+    file = run("train", recipe, "--dry-run", "--set", "training.epochs=2")
+    assert file.stderr.startswith(f"Error: {recipe}: training.batch_size")
+
+
+def test_an_existing_output_is_refused_before_the_rest_is_read(run: Run, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "expert").mkdir()
+    (tmp_path / "expert" / "mine").touch()
+    recipe.write_text(recipe.read_text().replace("base_model: ", "base_model: no/such/folder"))
+    for options in ([], ["--dry-run"]):
+        result = run("train", recipe, *options)
+        assert result.exit_code == 3
+        assert str(tmp_path / "expert") in result.stderr
