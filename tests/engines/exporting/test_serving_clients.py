@@ -279,6 +279,18 @@ def test_an_answer_that_was_interrupted_does_not_seem_complete(
         assert not Path(f"/proc/{engine}/cmdline").exists()
 
 
+@pytest.mark.slow
+def test_a_client_that_waits_while_the_server_ends_gets_a_503(start: Start, tmp_path: Path) -> None:
+    with start(tmp_path) as server:
+        with server.send(request(ENDLESS)) as client:
+            # Answered after the request above has arrived, which then is running.
+            assert server.ask(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")[0] in (200, 503)
+            os.kill(server.process.pid, signal.SIGTERM)
+            assert answer_of(client)[0] == 503
+        assert server.process.wait(900) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
 @pytest.fixture
 def impatient(
     bases: Bases, patient_gguf: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
