@@ -1,4 +1,4 @@
-"""Write what was measured (docs/status.json) and how to install (one setting) into README.md, which is also the site's first page, and two pages.
+"""Write what was measured (docs/status.json) and how to install (one setting) into README.md and two pages.
 
 Each entry of the file has `what`, `number`, `device`, `date` and the `revision` that was measured. Change the file, and
 run this script; a test compares.
