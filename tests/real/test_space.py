@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 SPACE = ROOT / "examples" / "space"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.xdist_group("browser")
 def test_a_space_answers_in_a_browser(browser: Any, tmp_path: Path) -> None:
