@@ -109,12 +109,14 @@ def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None
     if not rows:
         return None
     drawn = f"{_interval_kind(target)}, not corrected for the number of methods"
-    found = [row["interval"] is not None for row in rows]
-    intervals = f", with {drawn}" if all(found) else ""
-    missing = ""
-    if any(found) and not all(found):  # beside the others, a row without an interval would look certain
-        missing = ", without intervals, since some methods have too few experts or documents for one"
+    if any(row["lead"] and row["interval"] is None for row in rows):  # beside others' intervals it would look certain
         rows = [{**row, "interval": None} for row in rows]
+    intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
+    missing = (
+        "; no interval if there are too few experts or documents"
+        if intervals and not all(row["interval"] for row in rows)
+        else ""
+    )
     caption = (
         f"{_task(report, target)} ({target.metric}): the score of each method, {_documents(target)}. Filled: the "
         f"mean over {_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."

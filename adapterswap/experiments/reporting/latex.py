@@ -361,7 +361,8 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
     parts += _by_target(report, targets, _documents)
     parts += [f"Compared with {_tex(report.reference)}."] * _is_single(columns)
     if "stderr" in columns and not all(target.of_corpus for target in targets):
-        parts.append("s.e.: standard error over documents.")
+        draws = dict.fromkeys(target.group or "documents" for target in targets if not target.of_corpus)
+        parts.append(f"s.e.: standard error over {_tex(' and '.join(draws))}.")
     if {"ci", "interval"} & {*columns}:
         parts += _by_target(report, targets, _intervals)
     if "p" in columns:

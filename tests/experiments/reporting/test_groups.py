@@ -47,6 +47,7 @@ def test_intervals_are_over_the_groups_of_documents(tmp_path: Path) -> None:
     assert "a mean over 60 documents of 12 templates" in page
     assert "Intervals are over templates.\n" in page
     assert "intervals over templates, " in latex_table(report)
+    assert "standard error over templates." in latex_table(report)
     captions = [figure.caption for figure in plan_figures(report)[0] if figure.kind in ("scores", "differences")]
     assert ["intervals over templates" in caption for caption in captions] == [True, True]
 
