@@ -61,7 +61,7 @@ class SharedContexts:
         if not self._possible:
             return None
         output = self._model(input_ids=torch.tensor(contexts), use_cache=True, logits_to_keep=1)
-        cache = getattr(output, "past_key_values", None)  # RecurrentGemma keeps its state in its layers
+        cache: Any = getattr(output, "past_key_values", None)  # RecurrentGemma keeps its state in its layers
         plain = type(cache) is DynamicCache and all(type(layer) is DynamicLayer for layer in cache.layers)
         if not plain or cache.get_seq_length() != len(contexts[0]):
             self._possible = False
