@@ -261,6 +261,14 @@ class Composition(MethodPlain):
 
     def _check_chains(self) -> None:
         named = set(self._names)
+        for chain, parts in self.chains.items():  # first, since nothing else uses a chain that only another one names
+            inner = next((part for part in parts if part in self.chains), None)
+            if inner is not None:
+                raise FieldMistake(
+                    f"the chain {chain!r} names the chain {inner!r}, but a chain lists adapters only: list those of "
+                    f"{inner!r} in its place",
+                    "chains",
+                )
         for chain, parts in self.chains.items():
             if reason := ExpertName(chain).fault:
                 raise FieldMistake(reason, "chains")
@@ -268,9 +276,9 @@ class Composition(MethodPlain):
                 raise FieldMistake(f"a chain and an expert are both called {chain!r}: rename one of them", "chains")
             if chain not in named:
                 raise FieldMistake(f"nothing uses the chain {chain!r}: name it as an expert, or remove it", "chains")
-            if len(parts) < 2 or len(set(parts)) < len(parts) or {BASE, *self.chains} & {*parts}:
+            if len(parts) < 2 or len(set(parts)) < len(parts) or BASE in parts:
                 raise FieldMistake(
-                    f"the chain {chain!r} must list two adapters or more, none twice, and no chain or `base`", "chains"
+                    f"the chain {chain!r} must list two adapters or more, none twice, and not `base`", "chains"
                 )
             if alone := sorted(named & {*parts[1:]}):
                 raise FieldMistake(

@@ -196,6 +196,12 @@ def test_a_copy_with_a_lower_adapter_merged_in(chain: dict[str, Path], tmp_path:
             close(full[name], weight, name=name, depth=2)
 
 
+def test_a_chain_of_chains_says_so() -> None:
+    """Also where nothing uses the inner one but the outer one."""
+    with refused(FieldError, "chains", match="names the chain 'm'"):
+        adapterswap.Composition(chains={"m": ("sft", "dpo"), "n": ("m", "more")}, allocation=[{"expert": "n"}])
+
+
 @pytest.mark.parametrize(
     "fields",
     [
