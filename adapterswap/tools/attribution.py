@@ -58,6 +58,22 @@ _SHOWN = 4  # names in a sentence
 
 
 @dataclass(frozen=True)
+class _Evidence:
+    """What a tensor says about the coefficients of a whole merge.
+
+    Attributes:
+        gram: sums of products of the experts' changes, weighted by what rounding can change.
+        drift: sums of products of each change with W' minus what was stated, rounded as W' is. Their expectation is
+            zero if the coefficients are as stated, also where the changes are smaller than the rounding.
+        digits: of the significand in which W' is stored.
+    """
+
+    gram: Numbers
+    drift: Numbers
+    digits: int
+
+
+@dataclass(frozen=True)
 class Finding:
     """What a tensor of a folder, or a module of an adapter, is made of.
 
@@ -69,6 +85,7 @@ class Finding:
         zero: experts whose change of it is zero, so that their coefficients are not known.
         unseen: whether the stated change is too small to be seen in the stored precision.
         mistake: what was probably done instead of what was stated; empty if that is not known.
+        evidence: for an estimate over the whole merge; see `_Evidence`.
     """
 
     name: str
@@ -79,6 +96,7 @@ class Finding:
     zero: tuple[str, ...] = ()
     unseen: bool = False
     mistake: str = ""
+    evidence: _Evidence | None = None
 
     @property
     def fits(self) -> bool:
@@ -136,6 +154,7 @@ class _Subject:
         read: (start, stop) → rows of W', and of W.
         rounding: (rows of W', rows of W, start, stop) → what rounding can change each number of W' by.
         changes: expert → (start, stop, W) → rows of its ΔW, and what rounding can change them by.
+        dtype: in which W' is stored; `F32` for an adapter's.
         mistakes: expert → what is often done wrong with its scale, and the factor that this makes.
     """
 
@@ -146,6 +165,7 @@ class _Subject:
     read: Callable[[int, int], tuple[Numbers, Numbers]]
     rounding: Callable[[Numbers, Numbers, int, int], Numbers]
     changes: Mapping[str, Callable[[int, int, Numbers], tuple[Numbers, Numbers]]]
+    dtype: str
     mistakes: Mapping[str, Mapping[str, float]]
 
 
@@ -154,6 +174,13 @@ def _half_unit(values: Numbers, dtype: str) -> Numbers:
     powers = (values.astype(np.float32).view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)  # 2^⌊log₂|x|⌋
     halves: Numbers = np.maximum(powers * np.float32(2.0 ** -_DIGITS[dtype]), np.float32(_LEAST[dtype] / 2))
     return halves
+
+
+def _rounded(values: Numbers, dtype: str) -> Numbers:
+    """The numbers as a file in `dtype` holds them; those of float32 as they are."""
+    if dtype == "F32":
+        return values
+    return Dtype(dtype).unpack(Dtype(dtype).pack(values.astype(np.float32)), values.shape)
 
 
 def _wide(numbers: Numbers, dtype: str) -> Numbers:
@@ -165,12 +192,14 @@ def _wide(numbers: Numbers, dtype: str) -> Numbers:
 class _Sums:
     """Sums over a tensor: of squares and products, weighted by what rounding can change; and the worst misfit.
 
-    `sharpest` has each change's largest number, in units of what rounding can change it by.
+    `sharpest` has each change's largest number, in units of what rounding can change it by; for `drift` see
+    `_Evidence`.
     """
 
     gram: Numbers
     products: Numbers
     sharpest: Numbers
+    drift: Numbers
     worst: float = 0.0
     moved: bool = False
     visible: bool = False
@@ -179,7 +208,7 @@ class _Sums:
 def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int | None = None) -> _Sums:
     """Compare a tensor, or its first rows, with its base plus the experts' changes with these coefficients."""
     names = list(subject.changes)
-    sums = _Sums(np.zeros((len(names), len(names))), np.zeros(len(names)), np.zeros(len(names)))
+    sums = _Sums(np.zeros((len(names), len(names))), *(np.zeros(len(names)) for _ in range(3)))
     rows, columns = subject.shape
     rows = rows if most is None else min(rows, most)
     for start, stop in row_ranges(rows, max(1, _BLOCK // max(columns, 1))):
@@ -197,7 +226,9 @@ def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int 
         sums.visible |= bool((np.abs(expected) > bound).any())
         sums.worst = max(sums.worst, float((np.abs(difference - expected) / bound).max(initial=0.0)))
         weighted = [(delta / bound).ravel() for delta in (*deltas, difference)] if deltas else []
+        rest = ((target - _rounded(own + expected, subject.dtype)) / bound).ravel()
         for i, one in enumerate(weighted[:-1]):
+            sums.drift[i] += float(one @ rest)
             sums.sharpest[i] = max(sums.sharpest[i], float(np.abs(one).max(initial=0.0)))
             sums.products[i] += float(one @ weighted[-1])
             for j in range(i + 1):
@@ -205,21 +236,29 @@ def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int 
     return sums
 
 
-def _estimate(sums: _Sums, stated: Numbers) -> tuple[Numbers, Numbers] | None:
-    """The coefficients that fit best, and how far off they may be; None if the numbers say nothing about them.
-
-    What they leave open is as stated: the coefficient of a change of zero, and how two equal changes share their sum.
-    """
-    lengths = np.sqrt(np.diag(sums.gram))
+def _solved(gram: Numbers, products: Numbers) -> tuple[Numbers, Numbers] | None:
+    """The solution of gram·x = products and its standard errors, with zero for what the numbers leave open: the
+    coefficient of a change of zero, and how two equal changes share their sum. None if all of them are zero."""
+    lengths = np.sqrt(np.diag(gram))
     if not lengths.any():
         return None
     unit = np.where(lengths > 0, lengths, 1.0)
-    values, vectors = np.linalg.eigh(sums.gram / np.outer(unit, unit))
+    values, vectors = np.linalg.eigh(gram / np.outer(unit, unit))
     known = values > _DEPENDENT
     inverse = (vectors[:, known] / values[known]) @ vectors[:, known].T
-    estimate: Numbers = stated + inverse @ ((sums.products - sums.gram @ stated) / unit) / unit
-    errors = np.sqrt(np.diag(inverse)) / unit
-    return estimate, np.maximum(_SURE * errors, _CLOSE * np.maximum(1.0, np.abs(estimate)))
+    return inverse @ (products / unit) / unit, np.sqrt(np.diag(inverse)) / unit
+
+
+def _estimate(sums: _Sums, stated: Numbers) -> tuple[Numbers, Numbers] | None:
+    """The coefficients that fit best, and how far off they may be; None if the numbers say nothing about them.
+
+    What they leave open is as stated.
+    """
+    solved = _solved(sums.gram, sums.products - sums.gram @ stated)
+    if solved is None:
+        return None
+    estimate: Numbers = stated + solved[0]
+    return estimate, np.maximum(_SURE * solved[1], _CLOSE * np.maximum(1.0, np.abs(estimate)))
 
 
 def _vector(subject: _Subject, coefficients: Mapping[str, float]) -> Numbers:
@@ -257,7 +296,8 @@ def _explain(subject: _Subject) -> tuple[Finding, bool]:
     def finding(found: Mapping[str, float] | None, compared: _Sums, *, unseen: bool = False) -> Finding:
         within = {} if found is None else _within(subject, found, compared)
         mistake = "" if found in (None, stated) else _mistake(subject, found or {})
-        return Finding(subject.name, subject.layer, stated, found, within, zero, unseen, mistake)
+        evidence = _Evidence(sums.gram, sums.drift, _DIGITS[subject.dtype])
+        return Finding(subject.name, subject.layer, stated, found, within, zero, unseen, mistake, evidence)
 
     if _fits(subject, stated, sums):
         return finding(stated, sums, unseen=any(stated.values()) and not sums.visible), not sums.moved
@@ -268,6 +308,38 @@ def _explain(subject: _Subject) -> tuple[Finding, bool]:
         if _fits(subject, coefficients, compared):
             return finding(coefficients, compared), False
     return finding(None, sums), False
+
+
+def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The findings, with those that fit one by one tested together: all tensors know a coefficient more closely.
+
+    Tensors with the same stated coefficients of the same experts count as one. A scale that was rounded to the dtype of
+    the result is no other coefficient, so one unit in its last place is left as room.
+    """
+    groups: dict[tuple[tuple[str, float], ...], list[Finding]] = {}
+    for finding in findings:
+        if finding.fits and finding.evidence is not None and any(finding.stated.values()):
+            groups.setdefault(tuple(finding.stated.items()), []).append(finding)
+
+    settled = {finding.name: finding for finding in findings}
+    for stated, group in groups.items():
+        evidence = [finding.evidence for finding in group if finding.evidence is not None]
+        gram, drift = sum(one.gram for one in evidence), sum(one.drift for one in evidence)
+        values = np.array([value for _, value in stated])
+        estimated = _solved(gram, drift)
+        if estimated is None:
+            continue
+        moved, errors = estimated
+        unit = max(_EXACTLY, 2.0 ** -min(one.digits for one in evidence))
+        room = np.maximum(_SURE * errors, unit * np.maximum(1.0, np.abs(values)))
+        within = {name: float(one) for (name, _), one in zip(stated, room, strict=True)}
+        found = None
+        if (np.abs(moved) > room).any():
+            found = {name: round(float(value + by), 4) for (name, value), by in zip(stated, moved, strict=True)}
+        for finding in group:
+            closer = {name: min(one, within.get(name, one)) for name, one in finding.within.items()}
+            settled[finding.name] = replace(finding, found=found or finding.found, within=closer)
+    return tuple(settled[finding.name] for finding in findings)
 
 
 def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
@@ -361,12 +433,12 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
             }
             return _Subject(
                 name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),
-                read, rounding, changes, {expert: _mistakes(change.lora) for expert, change in given.items()},
+                read, rounding, changes, dtype, {expert: _mistakes(change.lora) for expert, change in given.items()},
             )  # fmt: skip
 
         found = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
         moved = {finding.name for finding, same in found if not same}
-        findings = tuple(finding for finding, _ in found)
+        findings = _as_a_whole([finding for finding, _ in found])
         lost = sorted(finding.name for finding in findings if finding.found is None)
         swapped = {
             place: name
@@ -508,11 +580,11 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
             stated = {expert: 0.0 if slot is None else slot.summed.get(expert, 0.0) for expert in sorted(given)}
             return _Subject(
                 name, like.layer, (like.out_features, like.in_features), stated, read, rounding, changes,
-                {expert: _mistakes(module) for expert, module in given.items()},
+                "F32", {expert: _mistakes(module) for expert, module in given.items()},
             )  # fmt: skip
 
         found = list(map_in_threads(lambda name: _explain(subject(name)), everything))
-    findings = tuple(finding for finding, _ in found)
+    findings = _as_a_whole([finding for finding, _ in found])
     moved = {finding.name for finding, same in found if not same}
     return _answers(_formula(plan), findings, moved, [], [], {}, None)
 
