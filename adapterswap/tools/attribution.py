@@ -208,7 +208,8 @@ class _Sums:
 def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int | None = None) -> _Sums:
     """Compare a tensor, or its first rows, with its base plus the experts' changes with these coefficients."""
     names = list(subject.changes)
-    sums = _Sums(np.zeros((len(names), len(names))), *(np.zeros(len(names)) for _ in range(3)))
+    count = len(names)
+    sums = _Sums(np.zeros((count, count)), np.zeros(count), np.zeros(count), np.zeros(count))
     rows, columns = subject.shape
     rows = rows if most is None else min(rows, most)
     for start, stop in row_ranges(rows, max(1, _BLOCK // max(columns, 1))):
@@ -324,7 +325,8 @@ def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     settled = {finding.name: finding for finding in findings}
     for stated, group in groups.items():
         evidence = [finding.evidence for finding in group if finding.evidence is not None]
-        gram, drift = sum(one.gram for one in evidence), sum(one.drift for one in evidence)
+        gram = np.sum([one.gram for one in evidence], axis=0)
+        drift = np.sum([one.drift for one in evidence], axis=0)
         values = np.array([value for _, value in stated])
         estimated = _solved(gram, drift)
         if estimated is None:
