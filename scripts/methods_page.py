@@ -62,7 +62,7 @@ def _worth() -> str:
 ## What they are worth in the lab
 
 Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English math and the language xx without math, are
-combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.3
+combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.4
 million parameters. It says nothing about other scenes or sizes. The bases have the shape of those that ship, with four
 heads of 32.
 

@@ -60,6 +60,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return _SHORT_CODE.sub(r'<code class="whole">\1</code>', html)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Give the theme's search dialog a name, which screen readers say when it opens."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def relinked(markdown: str, *, source: str, here: str) -> str:
     """The text of the repository's file `source` on the page `here`; links to what is not a page become plain text."""
     elsewhere = pages_elsewhere()

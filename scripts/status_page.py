@@ -1,4 +1,4 @@
-"""Write what was measured (docs/status.json) and how to install (one setting) into README.md and two pages.
+"""Write what was measured (docs/status.json) and how to install (one setting) into README.md and the other pages.
 
 Each entry of the file has `what`, `number`, `device`, `date` and the `revision` that was measured. Change the file, and
 run this script; a test compares.
@@ -12,11 +12,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 STATUS = ROOT / "docs" / "status.json"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "install.md", ROOT / "docs" / "start.md")
+LOG = ROOT / "docs" / "log.md"  # the developers' record of what was so on a day
+PAGES = (
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != LOG),
+    *sorted(ROOT.glob("examples/*/README.md")),
+    *sorted(ROOT.glob("examples/notebooks/*.ipynb")),
+)
 RELEASED = False  # True on the day on which `pip install adapterswap` gives this version
 
 _BLOCK = re.compile(r"(<!-- (?P<name>status|install|install-lab) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
-_LINE = re.compile(r"^(pip (?:install|wheel) )'(?:\.|adapterswap)\[(\w+)\]'", flags=re.MULTILINE)  # elsewhere on a page
+
+# Elsewhere on a page. In an installed environment, what an error recommends adds an extra without asking for a release.
+_LINE = re.compile(r"(?<!Run `)(pip (?:install|wheel) (?:jupyterlab )?)'(?:\.|adapterswap)\[([\w,]+)\]'")
+
 _INSTALL = [
     ("", "compose, slice, inspect, diff, verify, analyze, suggest: 180 MB, without torch"),
     ("models", "and compose live, merge, extract, convert other kinds: torch, transformers, PEFT"),

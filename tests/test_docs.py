@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +94,54 @@ def test_the_status_is_that_of_its_file() -> None:
 def test_the_install_lines_follow_one_setting() -> None:
     """On the day of the release one line changes, and every page names PyPI instead of a checkout."""
     script = script_called("status_page")
+    pages_with_commands = 0
     for path in script.PAGES:
         text = path.read_text(encoding="utf-8")
         released, checkout = (script.page(text, released=state) for state in (True, False))
         assert script.page(released, released=False) == checkout
-        commands = {
-            state: re.findall(r"^pip install '?([\w.]+)(?=\[|\s)", shown, flags=re.MULTILINE)
-            for state, shown in (("released", released), ("checkout", checkout))
-        }
-        assert set(commands["released"]) - {"torch"} == {"adapterswap"}
-        assert set(commands["checkout"]) - {"torch"} == {"."}
         assert "no release on PyPI" not in released
+
+        commands = {"adapterswap": _sources_of(released), ".": _sources_of(checkout)}
+        assert all(found == {source} for source, found in commands.items() if found), path.name
+        pages_with_commands += bool(commands["."])
+
+    assert pages_with_commands > 10
+
+
+def _sources_of(text: str) -> set[str]:
+    """What the commands of a page install adapterswap from, except one that names a wheel, and an error's remedy."""
+    elsewhere = r"--find-links wheels |Run `pip install "
+    text = re.sub(rf"(?:{elsewhere})'adapterswap\[\w+\]'", "", text)
+    return {*re.findall(r"pip (?:install|wheel) (?:[\w-]+ )*'?(\.|adapterswap)(?=\[|\s+#)", text)}
+
+
+def prose_of(page: Path) -> str:
+    """The text of a page without its code."""
+    return re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+PROSE = [page for page in PAGES if page.name != "log.md"]
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_numbers_have_one_style(page: Path) -> None:
+    """0.43 and 32.4 %, in prose and in tables. (`train[:80%]` is a name for rows.)"""
+    assert re.findall(r".*(?<![\w.\d/*])\.\d.*|.*\d%(?!\]).*", prose_of(page)) == []
+
+
+def test_pages_have_american_spelling() -> None:
+    pytest.importorskip("codespell_lib")
+    command = [sys.executable, "-m", "codespell_lib", "--builtin", "en-GB_to_en-US", *map(str, PROSE)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    own = r"(?i)\b(?:learnt|licences?|whilst|colour|behaviour)\b"  # not in that list
+    assert [(page.name, word) for page in PROSE for word in re.findall(own, prose_of(page))] == []
+
+
+def test_pages_count_the_methods() -> None:
+    """All but the layer swap, in README.md."""
+    (number,) = re.findall(r"there are (\d+) \[merge methods\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(number) == len(BUILT_IN) - 1
 
 
 def commands_shown() -> list[tuple[str, str]]:

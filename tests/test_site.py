@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import adapterswap
+from tests.contrast import faint_texts
 
 ROOT = Path(__file__).parent.parent
 
@@ -120,6 +121,28 @@ def test_the_site_works_from_its_folder_on_a_phone(site: Path, browser: Any) -> 
         assert tab.evaluate("document.documentElement.scrollWidth") <= 380, page.name
     tab.close()
     assert faults == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_are_read_in_any_scheme_and_by_keyboard(
+    site: Path, browser: Any, scheme: Literal["light", "dark"]
+) -> None:
+    """Texts have contrast, links are not marked by color alone, wide tables take the focus, the search has a name."""
+    tab = browser.new_page(color_scheme=scheme, viewport={"width": 1280, "height": 800})
+    tab.goto((site / "methods.html").as_uri())
+    assert faint_texts(tab) == []
+
+    link = tab.locator(".md-typeset p > a:not(.headerlink)").first
+    assert "underline" in link.evaluate("node => getComputedStyle(node).textDecorationLine")
+
+    wide = tab.locator(".md-typeset__scrollwrap[tabindex='0']").first
+    assert wide.evaluate("node => node.scrollWidth > node.clientWidth")
+    wide.focus()
+    tab.keyboard.press("ArrowRight")
+    tab.wait_for_function("document.activeElement.scrollLeft > 0")
+
+    assert tab.locator("[role=dialog]").get_attribute("aria-label") == "Search"
+    tab.close()
 
 
 @pytest.mark.parametrize(

@@ -511,11 +511,11 @@ def tables(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.3f}".replace("0.", ".").replace("-", "−")
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def short(value: Any) -> str:
-    return f"{value:.3f}".removeprefix("0")
+    return f"{value:.3f}"
 
 
 # The command

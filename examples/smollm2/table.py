@@ -38,7 +38,7 @@ ROWS = {
     "task expert": "**math expert** (= reset)",
     "swap, layers moved": "swap, French layers in other places",
     "sum": "sum",
-    "tuned sum": "tuned sum (math + .5 French)",
+    "tuned sum": "tuned sum (math + 0.5 French)",
     SWAP: SWAP,
 }
 """Rows in the order of the table, with their headings."""
@@ -197,11 +197,11 @@ def in_words(name: str) -> str:
 
 
 def signed(value: float) -> str:
-    return f"{value:+.3f}".replace("0.", ".").replace("-", "−")
+    return f"{value:+.3f}".replace("-", "−")
 
 
 def short(value: float) -> str:
-    return f"{value:.3f}".removeprefix("0")
+    return f"{value:.3f}"
 
 
 def add(content: dict[str, Any], folder: Path) -> None:

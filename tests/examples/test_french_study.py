@@ -208,7 +208,7 @@ def test_tables_have_what_is_scored(content: dict[str, Any]) -> None:
     alone = {name: {"new_fr": content["marks"]["math-0"]["new_fr"]} for name in ("math-0", study["SHIPPED"])}
     (shipped,) = study["tables"]({"chosen": {}, "marks": alone})
     assert len(shipped) == 2 + len(study["METRICS"])
-    assert all(" | +.000 " in line and line.endswith("| – | – | – |") for line in shipped[2:])
+    assert all(" | +0.000 " in line and line.endswith("| – | – | – |") for line in shipped[2:])
     del alone[study["SHIPPED"]]
     assert study["tables"]({"chosen": {}, "marks": alone}) == []
 

@@ -249,7 +249,7 @@ def labelled_responses() -> None:
     rows = [{"task": "multijail_sw", "doc_id": number, "output": "Samahani."} for number in range(3)]
     labelled = [row | {"label": label} for row, label in zip(rows, ("safe", "safe", "invalid"), strict=True)]
     Path("responses").mkdir()
-    for path, content in (("responses/samples.jsonl", rows), ("labelled.jsonl", labelled)):
+    for path, content in (("responses/samples.jsonl", rows), ("labeled.jsonl", labelled)):
         Path(path).write_text("".join(json.dumps(row) + "\n" for row in content))
 
 

@@ -43,10 +43,10 @@ def test_a_table_by_hand(script: dict[str, Any]) -> None:
     }
     heading, _, base, task, last = script["table"](marks)
     assert heading.startswith("| | math 0 + french 0 | math 1 + french 1 | math 2 + french 2 | mean |")
-    assert base.startswith("| base | .000 | .000 | .000 | .000 | +.044 |")
+    assert base.startswith("| base | 0.000 | 0.000 | 0.000 | 0.000 | +0.044 |")
     # of 30 templates one differs by 1/3: mean 1/90, standard error 1/90; over pairs 0, 1/30 and 0: 4.3 · 1/90;
-    # of 285 problems ten differ by 1/3: mean .0117, standard error .0037
-    assert task.startswith("| **math expert** (= reset) | .033 | .033 | .033 | .033 | +.011 | [")
-    assert task.endswith("] | ± .023 | ± .048 | +.012 ± .007 |")
-    assert last.startswith("| layer swap | .033 | .067 | .033 | .044 |")
+    # of 285 problems ten differ by 1/3: mean 0.0117, standard error 0.0037
+    assert task.startswith("| **math expert** (= reset) | 0.033 | 0.033 | 0.033 | 0.033 | +0.011 | [")
+    assert task.endswith("] | ± 0.023 | ± 0.048 | +0.012 ± 0.007 |")
+    assert last.startswith("| layer swap | 0.033 | 0.067 | 0.033 | 0.044 |")
     assert np.mean(script["of_pair"](marks["task expert"], "math-1+french-0")) == pytest.approx(10 / len(templates))
