@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands' --help."""
+"""Write docs/commands.md from scripts/commands.md (exit codes, use in scripts) and the commands' --help."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from adapterswap.cli import COMMANDS, EXIT_CODES, find_command, main
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
+BEGINNING = Path(__file__).with_name("commands.md")
 GROUPS = {
     "a composition": ("compose", "ask", "merge", "export", "evaluate"),
     "an upload": ("compose", "merge", "slice", "convert", "extract", "train"),
@@ -22,15 +23,14 @@ _EMPTY_GROUP = re.compile(r"^\n?\S[^\n]*:\n(?=\n|\Z)", flags=re.MULTILINE)
 
 
 def reference() -> str:
-    """The page: `adapterswap -h`, options that several commands share, then each command's own help."""
+    """The page: its beginning, `adapterswap -h`, options that several commands share, then each command's own help."""
     helps = {name: _help(name) for name in ("", *_names())}
     everywhere = _shared(text for name, text in helps.items() if "COMMAND [ARGS]" not in text)
     shared: dict[str, frozenset[str]] = {}
     for group, names in GROUPS.items():
         shared[group] = _shared(helps[name] for name in names).difference(everywhere, *shared.values())
     parts = [
-        "# Commands\n\nWritten by `python scripts/command_reference.py` from each command's `--help`.\n",
-        _exit_codes(),
+        _beginning(),
         _section("adapterswap", helps[""]),
         _section("Options of every command", _only(helps["compose"], everywhere)),
     ]
@@ -80,22 +80,13 @@ def _without(text: str, options: frozenset[str]) -> str:
     return _EMPTY_GROUP.sub("", rest).rstrip() + "\n"
 
 
-def _exit_codes() -> str:
-    """The section on exit codes."""
-    classes = {code: [kind.__name__ for kind, own in EXIT_CODES.items() if own == code] for code in (2, 3)}
-    two, three = (", ".join(f"`{name}`" for name in classes[code]) for code in (2, 3))
-    return f"""## Exit codes
-
-| code | meaning | in Python |
-|---:|---|---|
-| 0 | done | |
-| 1 | the answer is no: `verify` or `diff` found a difference, `recipes validate` a mistake | |
-| 2 | the request is wrong: arguments, fields of a recipe, a composition | {two} |
-| 3 | it could not be done | {three} |
-| 130 | interrupted (Ctrl-C); 143 after SIGTERM | `KeyboardInterrupt` |
-
-Of several problems in one error the largest code counts.
-"""
+def _beginning() -> str:
+    """The beginning of the page, with the classes of errors that have an exit code."""
+    text = BEGINNING.read_text(encoding="utf-8")
+    for place, code in {"@WRONG_REQUEST@": 2, "@NOT_DONE@": 3}.items():
+        names = [f"`{kind.__name__}`" for kind, own in EXIT_CODES.items() if own == code]
+        text = text.replace(place, ", ".join(names))
+    return text
 
 
 def _names() -> Iterator[str]:

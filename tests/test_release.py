@@ -60,9 +60,9 @@ def test_the_page_on_citing_says_what_citation_cff_says() -> None:
         assert paper["identifiers"][0]["value"] in page
 
 
-def test_the_workflow_on_the_page_of_scripts_follows_its_schema(tmp_path: Path) -> None:
+def test_the_workflow_on_the_page_of_commands_follows_its_schema(tmp_path: Path) -> None:
     pytest.importorskip("check_jsonschema")
-    page = (ROOT / "docs" / "scripts.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     (workflow,) = re.findall(r"```yaml\n(# \.github/workflows.*?)```", page, flags=re.DOTALL)
     (tmp_path / "compose.yml").write_text(workflow, encoding="utf-8")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
@@ -105,7 +105,7 @@ def test_continuous_integration_runs_make_targets() -> None:
 
 def test_actions_are_pinned_by_commit() -> None:
     """A tag may be moved to another commit; the comment says which version the commit is."""
-    paths = [*WORKFLOW.parent.glob("*.yml"), ROOT / "docs/scripts.md"]
+    paths = [*WORKFLOW.parent.glob("*.yml"), ROOT / "docs/commands.md"]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     used = [line for text in texts for line in re.findall(r"uses: (.*)", text)]
     assert len(used) > 10

@@ -86,8 +86,8 @@ def address(site: Path) -> Iterator[str]:
     [
         ("unsloth", "own_adapters.html"),
         ("mlx", "own_adapters.html"),
-        ("gguf", "own_adapters.html"),
-        ("ollama", "own_adapters.html"),
+        ("gguf", "gguf.html"),
+        ("ollama", "gguf.html"),
         ("exit code", "commands.html"),
         ("offline", "install.html"),
         ("install", "install.html"),
@@ -115,7 +115,7 @@ def test_the_site_works_from_its_folder_on_a_phone(site: Path, browser: Any) -> 
     tab.goto(f"{(site / 'index.html').as_uri()}?q=ollama")
     first = tab.locator(".md-search-result__item > .md-search-result__link").first
     first.wait_for(state="attached")
-    assert "own_adapters.html" in str(first.get_attribute("href"))
+    assert "gguf.html" in str(first.get_attribute("href"))
     for page in sorted(site.glob("*.html")):
         tab.goto(page.as_uri(), wait_until="domcontentloaded")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 380, page.name
@@ -152,14 +152,15 @@ def test_pages_are_read_in_any_scheme_and_by_keyboard(
         ("serve modules_to_save in vLLM", "troubleshooting.html", "17-modules_to_save-in-vllm"),
         ("compose experts with new tokens", "adapters.html", "new-tokens"),
         ("pre-register a sweep", "sweep.html", "pre-registration"),
-        ("export to GGUF", "own_adapters.html", "ollama"),
-        ("check exit codes in CI", "scripts.html", "exit-codes"),
+        ("export to GGUF", "gguf.html", "ollama"),
+        ("check exit codes in CI", "commands.html", "exit-codes"),
         ("install it with a GPU", "install.html", "with-and-without-a-gpu"),
         ("install it offline", "install.html", "offline"),
         ("choose layers", "choosing.html", "suggest"),
         ("ship only some layers", "compose.html", "shells-and-cores"),
         ("train on ten problems", "train.html", "ten-problems-in-your-language"),
         ("know when not to use it", "concepts.html", "when-not-to-use-it"),
+        ("run it as a service", "serving.html", "stop"),
         ("know what is defended", "security.html", "not-defended"),
         ("understand an error", "troubleshooting.html", "opening-experts"),
         ("cite it", "reproducing.html", "cite"),

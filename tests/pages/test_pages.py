@@ -15,9 +15,8 @@ from .worlds import SETUPS, make_world, names_for
 
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
-# Pages whose every block another test runs. docs/log.md is a diary, and docs/commands.md is generated.
+# Pages whose every block another test runs. docs/log.md is a diary.
 ELSEWHERE = {
-    "docs/commands.md": "tests/test_docs.py",
     "docs/log.md": "a diary",
     "docs/python.md": "tests/test_public_face.py",
     "docs/reproducing.md": "tests/experiments/recipes/test_reproducing.py",
@@ -107,11 +106,11 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"^adapterswap report|import sweep|recipe\.yaml",
         "evaluates for hours: tests/experiments/sweeps evaluates a little",
     ),
-    ("docs/operations.md", r"^(sudo|journalctl|docker) ", "needs root, systemd or a container engine"),
+    ("docs/serving.md", r"^(sudo|journalctl|docker) ", "needs root, systemd or a container engine"),
     ("docs/serving.md", r"^# experts\.yaml", "tests/engines/serving/test_manifest.py"),
     ("*", r"convert_hf_to_gguf|^ollama ", "needs llama.cpp's sources or Ollama: tests/engines/exporting has llama.cpp"),
-    ("docs/scripts.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
-    ("docs/scripts.md", r"^# \.github", "a workflow file: a test below reads it"),
+    ("docs/commands.md", r"_COMPLETE=", "changes the shell: tests/test_completion.py"),
+    ("docs/commands.md", r"^# \.github", "a workflow file: a test below reads it"),
     ("docs/train.md", r"^selection:", "evaluates during training: tests/experiments/training has smaller runs"),
     (
         "docs/train.md",
@@ -135,7 +134,7 @@ CHANGED: list[tuple[str, str, str]] = [
     ("docs/live.md", "max_new_tokens=200", "max_new_tokens=2"),
     ("docs/sweep.md", "--out-path runs/swahili    ", "--out-path runs/swahili --dry-run"),
     # Alternatives that would write to one folder.
-    ("docs/own_adapters.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
+    ("docs/gguf.md", 'plan.export("math-swahili.gguf"', 'plan.export("math-swahili-python.gguf"'),
 ]
 
 # YAML that is written to a file, found by its first words, and a command that reads it if the page has none.

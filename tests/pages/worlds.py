@@ -184,12 +184,6 @@ def gguf_page() -> None:
     save_expert(open_base(), Path("experts/head"), seed=2, modules_to_save=["lm_head"])
 
 
-def own_adapters_page() -> None:
-    """Adapters of other tools, and what is exported to GGUF."""
-    adapters_of_other_tools()
-    gguf_page()
-
-
 def troubleshooting_page() -> None:
     """Experts, bases and folders with one fault each."""
     from adapterswap import layer_swap, slice_layers
@@ -269,8 +263,9 @@ SETUPS: dict[str, Callable[[], None]] = {
     "docs/choosing.md": texts_page,
     "docs/compose.md": hub_page,
     "docs/evaluate.md": evaluate_page,
+    "docs/gguf.md": gguf_page,
     "docs/merge.md": merge_page,
-    "docs/own_adapters.md": own_adapters_page,
+    "docs/own_adapters.md": adapters_of_other_tools,
     "docs/recipes.md": papers_experts,
     "docs/report.md": report_page,
     "docs/sweep.md": papers_experts,

@@ -394,7 +394,7 @@ def _beside_a_copy(slot: Slot, f: Facts) -> Found:
         )
 
 
-@_of_slot("modules other than [these](own_adapters.md#which-bases)", Target.GGUF)
+@_of_slot("modules other than [these](gguf.md#which-bases)", Target.GGUF)
 def _not_exported(slot: Slot, f: Facts) -> Found:
     if slot.terms and not slot.in_full and not f.exports(slot):
         yield Culprit(f"{slot.name} cannot be exported for this architecture", f.otherwise)
