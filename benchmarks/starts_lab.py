@@ -2,8 +2,8 @@
 
     python benchmarks/starts_lab.py FOLDER [--seeds 10] [--first-seed 5] [--bases OTHER] [--processes 1]
 
-docs/lab.md has the plan. A seed with a seed-N.json is finished, so the same command resumes a stopped run. `--bases`
-takes OTHER/seed-N/base instead of pretraining a base.
+docs/constructed.md has the plan. A seed with a seed-N.json is finished, so the same command resumes a stopped run.
+`--bases` takes OTHER/seed-N/base instead of pretraining a base.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def _worth() -> str:
     return f"""
 ## What they are worth in the lab
 
-Two experts of the [lab](lab.md)'s scene `{results["scene"]}`, English math and the language xx without math, are
-combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.4
+Two experts of the [lab](constructed.md)'s scene `{results["scene"]}`, English math and the language xx without math,
+are combined by every method and tested on word problems in xx. This is a constructed demonstration on models of 0.4
 million parameters. It says nothing about other scenes or sizes. The bases have the shape of those that ship, with four
 heads of 32.
 
@@ -92,7 +92,7 @@ little: the best method is the best on the test, and the training has the rate a
 
 {line}
 This training starts from the math expert. From the swap, the sum, the soup or the language expert it goes further:
-[a second study](lab.md#where-to-start-and-which-checkpoints) compares starts, also on ten seeds.
+[a second study](constructed.md#where-to-start-and-which-checkpoints) compares starts, also on ten seeds.
 """
 
 

@@ -146,7 +146,7 @@ FILES: dict[tuple[str, str], tuple[str, str | None]] = {
 }  # fmt: skip
 
 SIX_LAYERS = {"README.md", "docs/choosing.md"}
-LAB = {"docs/compose.md", "docs/lab.md", "docs/report.md", "docs/start.md"}
+LAB = {"docs/compose.md", "docs/constructed.md", "docs/report.md", "docs/start.md"}
 
 
 def pages() -> list[str]:

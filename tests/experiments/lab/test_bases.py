@@ -32,7 +32,7 @@ from adapterswap.experiments.lab.world import VOCABULARY
 from adapterswap.experiments.training.run import isolated
 
 GAP = SCENES["gap"]
-# What docs/lab.md reports: seed 3 answers .69 of "more or fewer?" in English, and .99 of "how many?" in xx.
+# What docs/constructed.md reports: seed 3 answers 0.69 of "more or fewer?" in English, and 0.99 of "how many?" in xx.
 FAILED = {3: {"more or fewer? en", "how many? xx"}}
 TINY = replace(GAP, name="tiny", pretraining_rows=400)
 
