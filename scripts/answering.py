@@ -51,6 +51,7 @@ RUNNING: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "dots1": {"num_experts_per_tok": 2},
+    "glm_moe_dsa": {"index_topk": 64},  # more than a row has tokens: of equal scores, any may be among the first few
 }
 WAYS = ("pico_write", "pico_choose")
 LETTERS = [chr(0x4E00 + place) for place in range(93)]  # none of which is a space or a mark

@@ -25,6 +25,7 @@ _Result = TypeVar("_Result")
 _SHORT, _LONG = 6, 24  # tokens of the two rows: most of what the short one could read wrongly is padding
 _STEPS = 3  # tokens that follow a row: the first from the row, the others from the model's cache
 _LAYER = 50  # in eps: the roundings of one layer added up
+_OTHER_SUMS = 20  # how much more a row may differ that is added up in another order, which later layers amplify
 _SHORT_FORMATS = 8  # in eps of a 16-bit format, whose sums run in float32: only the results are rounded
 
 
@@ -66,7 +67,7 @@ class Reading:
         rows = [self._rows.short, self._rows.short[::-1]]
         ones = [1] * len(self._rows.short)
         together = self._following(rows, [ones, ones])
-        return self._equal(together[0], self._alone[0])
+        return self._equal(together[0], self._alone[0], times=_OTHER_SUMS)
 
     @cached_property
     def left(self) -> bool:
@@ -75,8 +76,8 @@ class Reading:
         padding = len(rows.long) - len(rows.short)
         padded = [[filler] * padding + rows.short for filler in rows.fillers]
         mask = [0] * padding + [1] * len(rows.short)
-        together = self._following([rows.long, *padded], [[1] * len(rows.long), mask, mask])
-        return all(self._equal(row, self._alone[0]) for row in together[1:])
+        _, one, other = self._following([rows.long, *padded], [[1] * len(rows.long), mask, mask])
+        return self._equal(one, other) and self._equal(one, self._alone[0], times=_OTHER_SUMS)
 
     @cached_property
     def right(self) -> bool:
@@ -86,15 +87,15 @@ class Reading:
         padded = [rows.short + [filler] * padding for filler in rows.fillers]
 
         alone = self._logits([rows.short])
-        together = self._logits([rows.long, *padded])[:, : len(rows.short)]
-        return all(self._equal(row, alone[0]) for row in together[1:])
+        _, one, other = self._logits([rows.long, *padded])[:, : len(rows.short)]
+        return self._equal(one, other) and self._equal(one, alone[0], times=_OTHER_SUMS)
 
     @cached_property
     def causal(self) -> bool:
         """Whether a row's logits stay the same with more tokens behind it."""
         rows = self._rows
         alone, longer = self._logits([rows.long[:-1]]), self._logits([rows.long])
-        return self._equal(longer[0, :-1], alone[0])
+        return self._equal(longer[0, :-1], alone[0], times=_OTHER_SUMS)
 
     @cached_property
     def positions(self) -> int | None:
@@ -221,8 +222,8 @@ class Reading:
 
         return torch.stack(_asked(self._model, generate), dim=1)
 
-    def _equal(self, row: torch.Tensor, alone: torch.Tensor) -> bool:
-        """Whether logits differ by no more than rounding explains: padded rows are added up in another order."""
+    def _equal(self, row: torch.Tensor, alone: torch.Tensor, *, times: int = 1) -> bool:
+        """Whether logits differ by no more than rounding explains, or so many times of it."""
         import torch
 
         row, alone = row.float(), alone.float()
@@ -230,7 +231,7 @@ class Reading:
         if dtype in (torch.float16, torch.bfloat16):
             share = _SHORT_FORMATS * torch.finfo(dtype).eps
         else:
-            share = _LAYER * torch.finfo(torch.float32).eps * (self._config.num_layers or 1)
+            share = times * _LAYER * torch.finfo(torch.float32).eps * (self._config.num_layers or 1)
         if not alone.isfinite().all():
             return True  # nothing can be said about such a model
         return bool(((row - alone).abs() <= share * alone.abs().max()).all())

@@ -18,7 +18,8 @@ EXPECTED = {
     "bart": ("equal to generate alone, which differs without its cache one by one", "equal"),
     "bert": ("equal to generate alone, which differs without its cache", "refused, true"),
     "blip-2": ("refused, true", "refused, true"),
-    "paligemma": ("equal", "equal"),
+    "paligemma": ("equal to generate alone, which differs without its cache one by one", "refused, true"),
+    "llama4": ("equal", "equal"),
 }
 
 
