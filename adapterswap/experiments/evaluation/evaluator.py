@@ -10,7 +10,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -393,12 +393,29 @@ def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> Evalu
     return replace(result, tasks=scored, samples=tuple(samples))
 
 
-def surroundings(model: Any) -> dict[str, Any]:
-    """What outputs depend on besides the settings, including the model's own generation settings."""
+def surroundings(model: Any, tasks: Iterable[Any] = ()) -> dict[str, Any]:
+    """What outputs depend on besides the settings, including the model's own generation settings.
+
+    Args:
+        model: the model.
+        tasks: the harness's tasks that it will be asked in batches: `one_by_one` then has the kinds of requests for
+            which it cannot be.
+    """
     from importlib.metadata import version
+
+    from adapterswap.engines.live import Reading
+
+    alone = set()
+    for task in tasks:
+        kind = task.OUTPUT_TYPE if task.OUTPUT_TYPE in ("generate_until", "loglikelihood_rolling") else "loglikelihood"
+        reading = Reading.of(model)
+        alike = reading.left if kind == "generate_until" else reading.right
+        if not alike:
+            alone.add(kind)
 
     generation = model.generation_config.to_diff_dict()
     return {
+        **({"one_by_one": sorted(alone)} if alone else {}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "generation_config": {key: value for key, value in generation.items() if key != "transformers_version"},

@@ -120,7 +120,8 @@ class LocalJudge:
         self._model: Any = None
         self._composer: LiveComposer | None = None
         self._load()
-        around = surroundings(self._model)
+        batched = prepared.settings.batch_size > 1
+        around = surroundings(self._model, prepared.harness_tasks.tasks.values() if batched else ())
         versions = around.pop("versions")
         settings = {**prepared.described["settings"], **around}
         self.described = {**prepared.described, "settings": settings, "versions": versions}

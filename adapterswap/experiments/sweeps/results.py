@@ -277,8 +277,12 @@ class Run:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the scores should know: scores that are missing, outputs that were cut, tasks all at 0."""
+        """What a reader of the scores should know: batches of one, missing scores, cut outputs, tasks all at 0."""
         lines = []
+        if "one_by_one" in self.described.get("settings", {}):
+            lines.append(
+                "Requests were answered one by one: beside longer ones in a batch, this model answers them differently."
+            )
         for task in self.tasks.values():
             values = [result.results[task.name] for result in self.results if task.name in result.results]
             if unscored := sum(value.value is None for value in values):

