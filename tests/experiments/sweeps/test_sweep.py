@@ -215,7 +215,7 @@ def test_the_best_configuration_is_chosen_on_one_half_and_reported_on_the_other(
             value = replace(like.results[task.name], docs=docs, value=sum(docs.values()) / len(docs))
             cell = replace(like.cell, family="layer_swap", short=f"{pair}@{name}", composition={"method": "layer_swap"})
             made.append(replace(like, cell=cell, results={task.name: value}))
-    (row,) = summarize(replace(run, results=tuple(made)))
+    (row,) = summarize(replace(run, cells=tuple(result.cell for result in made), results=tuple(made)))
     assert len(task.select) == 2
     assert (row.n, row.configurations, row.best, row.chosen_at, row.reported_at) == (4, 2, "bottom=2", 1.0, 0.0)
     assert (row.minimum, row.mean, row.maximum) == pytest.approx((1 / 3, 1 / 2, 2 / 3))
