@@ -72,7 +72,7 @@ COMMANDS = {
     "export": "Export an adapter or a composition as LoRA in GGUF.",
     "inspect": "Show what an adapter or a full checkpoint holds: ranks, scales, layers, owners.",
     "slice": "Cut an expert to some layers: a shell or a core.",
-    "convert": "Convert an adapter: other names, layout or dtype, or another kind to rsLoRA.",
+    "convert": "Convert an adapter: other names, layout or dtype, another kind to rsLoRA, from mlx-lm or for it.",
     "extract": "Cut an adapter out of a full fine-tune.",
     "verify": "Recompute an adapter or a model from its sources and compare.",
     "diff": "Compare two adapters: distance and cosine of their ΔW.",

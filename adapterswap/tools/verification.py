@@ -297,14 +297,18 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
 
 
 def _changed_files(
-    sources: Mapping[str, SourceRecord], source_paths: Mapping[str, str | Path], weights: str
+    sources: Mapping[str, SourceRecord], source_paths: Mapping[str, str | Path], *weights: str
 ) -> tuple[dict[str, str], dict[str, Source]]:
-    """The sources that have changed, each with a file that differs from its hash, and all that could be located."""
+    """The sources that have changed, each with a file that differs from its hash, and all that could be located.
+
+    Of the files `weights` the first that a source has is compared.
+    """
     changed, located = {}, {}
     for name, source in sources.items():
         if (reference := source_paths.get(name) or source.reference) is not None:
             located[name] = found = Source.of_adapter(reference, parameter="experts")
-            present = [file for file in (weights, CONFIG) if os.path.exists(found.folder / file)]
+            own_weights = [file for file in weights if os.path.exists(found.folder / file)][:1]
+            present = [*own_weights, CONFIG] if os.path.exists(found.folder / CONFIG) else own_weights
             hashes = {file: sha256_of(found.folder / file) for file in present}
             if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
                 changed[name] = differing_files[0]
@@ -325,9 +329,8 @@ def _verify_converted(
     """
     conversion = record.conversion
     assert conversion is not None
-    recorded = {file for source in record.experts.values() for file in source.sha256}
-    weights = next(file for file in (PICKLED, Source.MLX_WEIGHTS, WEIGHTS) if file in recorded or file == WEIGHTS)
-    changed, located = _changed_files(record.experts, source_paths, weights)
+    weights = (PICKLED,) if conversion.pickled else (WEIGHTS, Source.MLX_WEIGHTS)
+    changed, located = _changed_files(record.experts, source_paths, *weights)
     unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
     opened = {
         name: replace(converted, base_fingerprints=source.base_fingerprints) for name, source in record.experts.items()

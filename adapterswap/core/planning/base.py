@@ -403,9 +403,19 @@ def alias_remedy(one: str | None, other: str | None) -> str:
 
 
 def published_name(names: Iterable[str | None]) -> str | None:
-    """Of the names that experts have for one base, the first that is a Hub id, and not that of a quantized copy."""
-    for name in names:
-        if name is not None and Reference(name).is_hub_id and not _COPIES.search(Reference(name).parts[0].lower()):
+    """The Hub id among the names that experts have for one base, and not that of a quantized copy.
+
+    None if an expert names no base, or if the names are not those of one model and its copies: then nobody knows which
+    of them was meant.
+    """
+    named = list(names)
+    known = [name for name in named if name is not None]
+    if len(known) < len(named) or len({_plain_name(name) for name in known}) > 1:
+        return None
+
+    for name in known:
+        is_copy = _COPIES.search(Reference(name).parts[0].lower())
+        if Reference(name).is_hub_id and not is_copy:
             return name
     return None
 

@@ -31,6 +31,7 @@ from adapterswap.engines.live.inventory import (
     LoadedFactors,
     LoadedFrom,
     check_in_memory,
+    check_model,
     factors,
     is_unloaded,
     other_tensors,
@@ -185,6 +186,7 @@ class Catalogue:
     """
 
     def __init__(self, model: PeftModel) -> None:
+        check_model(model)
         self.scales = Scales.in_model(model)
         self.inventory = Inventory(model, {}, self.scales)
         self.scales.read(self.inventory.layers, model.peft_config)

@@ -255,6 +255,19 @@ def layers_of_base(model: Any) -> NumLayers | None:
     return depth if isinstance(depth, int) else None
 
 
+_LOAD = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
+
+
+def check_model(model: object) -> None:
+    """Raise an `ArgumentError` unless this is a PeftModel with its adapters in it."""
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ArgumentError(f"`model` is of type {type(model).__name__}, not a PeftModel", _LOAD, parameter="model")
+    if is_unloaded(model):
+        raise ArgumentError("The model's adapters were unloaded or merged into it", _LOAD, parameter="model")
+
+
 class Inventory:
     """The LoRA layers and adapters of a PeftModel at one moment.
 
@@ -269,21 +282,14 @@ class Inventory:
     """
 
     def __init__(self, model: PeftModel, origins: Mapping[str, LoadedFrom], scales: Scales) -> None:
-        from peft import PeftModel
         from peft.utils import AuxiliaryTrainingWrapper
 
-        remedy = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
-        if not isinstance(model, PeftModel):
-            raise ArgumentError(
-                f"`model` is of type {type(model).__name__}, not a PeftModel", remedy, parameter="model"
-            )
-        if is_unloaded(model):
-            raise ArgumentError("The model's adapters were unloaded or merged into it", remedy, parameter="model")
+        check_model(model)
         self.model = model
         self.scales = scales
         self.layers = find_layers(model)
         if not self.layers:
-            raise ArgumentError("The model has no LoRA layers", remedy, parameter="model")
+            raise ArgumentError("The model has no LoRA layers", _LOAD, parameter="model")
         self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         self.parameters = [

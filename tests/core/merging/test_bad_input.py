@@ -294,13 +294,12 @@ def test_a_config_of_other_weights(
         {"num_hidden_layers": 5, "num_nextn_predict_layers": 1},
         {"text_config": {"num_hidden_layers": 6, "hidden_size": 32}, "num_hidden_layers": 9, "hidden_size": 9},
         {"hidden_size": 64, "word_embed_proj_dim": 32},
-        {"num_hidden_layers": 12, "num_hidden_groups": 6},
     ],
     ids=str,
 )
 def test_unusual_configs_that_fit_the_weights(
     changes: dict[str, object], model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A layer that predicts further tokens, a multimodal model, a narrow embedding, layers that run repeatedly."""
+    """A layer that predicts further tokens, a multimodal model, a narrow embedding."""
     odd = described(tmp_path / "odd", model(), **changes)
     assert adapterswap.open_checkpoint(odd).container == "model.layers"

@@ -139,8 +139,8 @@ def test_mistakes_in_overrides_are_not_blamed_on_a_file(tmp_path: Path) -> None:
     with pytest.raises(AdapterswapError) as caught:
         TrainRecipe.read(path, ["datasets.0.samples=0", "training.epochs=0"])
     assert [str(problem).removeprefix(f"{tmp_path}/").split(" is ")[0] for problem in caught.value.problems] == [
-        "recipe.yaml: datasets.0.samples",
-        "recipe.yaml: training.epochs",
+        "`overrides`: datasets.0.samples",
+        "`overrides`: training.epochs",
         "data.yaml: training.seed",
     ]
 

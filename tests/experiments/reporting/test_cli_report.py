@@ -122,12 +122,6 @@ def test_a_damaged_lab_run_is_refused(lab: Path, name: str) -> None:
         open_source(lab)
 
 
-@pytest.mark.parametrize("seed", [None, -1, "0"])
-def test_a_seed_that_gives_other_numbers_each_time_is_refused(lab: Path, seed: Any) -> None:
-    with refused(ArgumentError, "seed"):
-        make_report(open_source(lab), seed=seed)
-
-
 def test_a_style_that_is_none_is_refused(lab: Path) -> None:
     with refused(ArgumentError, "table"):
         report(lab, table="wide")  # type: ignore[arg-type]

@@ -1,292 +1,271 @@
-"""Which characters of a rendered conversation are trained on, for the templates of common models and for odd ones."""
+"""Training two partitions in turns: weights that a step may not change are unchanged, bit for bit."""
 
 from __future__ import annotations
 
-import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from jinja2 import TemplateError
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from refusals import refused
 
-from adapterswap.experiments.chat import ChatTemplate
-from adapterswap.experiments.training.texts import Example
-from adapterswap.experiments.training.tokens import tokenize
-from adapterswap.experiments.training.turns import Conversation, render_turns
-from adapterswap.kit.errors import DataError
+from adapterswap.core.model.layers import ModuleName
+from adapterswap.core.model.opened_base import OpenedBase
+from adapterswap.experiments.training import TrainRecipe, estimate, train
+from adapterswap.experiments.training.data import load_data
+from adapterswap.experiments.training.recipe import TrainingOptions
+from adapterswap.experiments.training.report import simultaneous_steps
+from adapterswap.experiments.training.trainer import RowsInTurns, side_of_step
+from adapterswap.kit.errors import DataError, FieldError
 
-from .chat_templates import COMMON, KEPT, LEFT_OUT, REFUSED, Case, tool
-from .test_chats import byte_tokenizer, load, turn
+from .conftest import WORDS, two_sides
+from .spying import spied
 
-MARKERS = "a<|im_end|>\n<|im_start|>user\nb[/INST]</s>[INST] c<|eot_id|><end_of_turn>\n<|assistant|>\n{{ d }}"
-
-
-def chat_of(template: str) -> ChatTemplate:
-    return ChatTemplate(byte_tokenizer(template))
-
-
-def render(chat: ChatTemplate, messages: list[dict[str, Any]], **more: Any) -> Conversation:
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    return render_turns(chat, messages, turns, **{"tools": None, "arguments": {}, **more})
+MakeRecipe = Callable[..., TrainRecipe]
 
 
-def trained(conversation: Conversation) -> list[str]:
-    return [conversation.text[begin:end] for begin, end in conversation.trained]
+def is_language_in_a(name: str) -> bool:
+    """Partition A on six layers, written out: 6·6/28 and 2·6/28 rounded half up are layers 0 and none at the top."""
+    name = name.removeprefix("base_model.model.")
+    layer = ModuleName(name).layer("model.layers")
+    return layer is not None and (ModuleName(name).kind == "attention" or layer == 0)
 
 
-def conversation(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Turns of the user and the assistant, one after the other."""
-    roles = ("user", "assistant") * len(contents)
-    turns = [turn(role, content) for role, content in zip(roles, contents, strict=False)]
-    return turns if system is None else [turn("system", system), *turns]
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_twelve_steps_leave_the_other_side_unchanged(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, adapter: str
+) -> None:
+    """With weight decay, clipping, accumulation and checkpointing: weights, both moments and their step counts."""
+    recipe = make_recipe(
+        **({"adapter": "none"} if adapter == "none" else {}),
+        datasets=two_sides(tmp_path),
+        simultaneous={"partition": "A"},
+        training={
+            "max_steps": 12, "batch_size": 4, "gradient_accumulation": 2, "gradient_checkpointing": True,
+            "weight_decay": 0.1, "max_grad_norm": 0.5, "schedule": "constant", "learning_rate": 0.003,
+        },
+    )  # fmt: skip
+    changed: dict[str, list[int]] = {"task": [], "language": []}
+
+    def seen(step: int, before: Any, after: Any, tokens: list[torch.Tensor]) -> None:
+        language = step % 2 == 1
+        words = {WORDS[i] for batch in tokens for i in batch.ravel().tolist()}
+        assert not words & ({f"w{i}" for i in range(8)} if language else {f"w{i}" for i in range(8, 16)})
+        moved = 0
+        for name in before[0]:
+            inside = ModuleName(name.removeprefix("base_model.model.")).layer("model.layers") is not None
+            mine = inside and is_language_in_a(name) == language and (adapter == "none" or "lora_" in name)
+            same = torch.equal(before[0][name], after[0][name])
+            moments = (before[1].get(name), after[1].get(name))
+            if not mine:
+                assert same, (step, name)
+                assert (moments[0] is None) == (moments[1] is None)
+                for key in moments[0] or {}:
+                    assert torch.equal(moments[0][key], moments[1][key]), (step, name, key)  # type: ignore[index]
+            else:
+                assert moments[1] is not None
+                assert moments[1]["step"] == step // 2 + 1
+                moved += not same
+        changed["language" if language else "task"].append(moved)
+
+    with spied(monkeypatch, seen):
+        report = train(recipe, out_path=tmp_path / "expert")
+    assert report.steps == 12
+    assert [len(counts) for counts in changed.values()] == [6, 6]
+    a_layer = {"lora": 2, "none": 1}[adapter]  # parameters to a module
+    task, language = 5 * 3, 6 * 4 + 3
+    if adapter == "none":
+        task, language = task + 5 * 2, language + 2  # norms belong to their layer
+    # B of an adapter changes from the first step, A only once B is nonzero; then all trainable weights change.
+    assert set(changed["task"][2:]) == {task * a_layer}
+    assert set(changed["language"][2:]) == {language * a_layer}
+    assert report.trainable_parameters == estimate(recipe).trainable_parameters
 
 
-CONVERSATIONS = {
-    "one answer": conversation("hello", "hi"),
-    "two answers": conversation("hello", "hi", "more", "yes"),
-    "a last question": conversation("hello", "hi", "more"),
-    "equal contents": conversation("same", "same", "same", "same"),
-    "space around": conversation(" hello\n", "\n hi \n", "more", " yes "),
-    "the template's markers": conversation(MARKERS, MARKERS, MARKERS, MARKERS),
-    "empty questions": conversation("", "hi", "", "yes"),
-    "an empty answer": conversation("hello", "", "more", "yes"),
-    "a last empty answer": conversation("hello", "hi", "more", ""),
-    "an answer in an answer": conversation("hello", "hello hi", "hi", "hello"),
-}
-
-
-@pytest.mark.parametrize("case", COMMON.values(), ids=COMMON)
-def test_the_assistants_turns_are_trained_on(case: Case) -> None:
-    chat, found, expected = chat_of(case.template), {}, {}
-    for name, messages in CONVERSATIONS.items():
-        expected[name] = [
-            case.answer(message["content"], number == len(messages) - 1)
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant" and (message["content"] or case.empty == KEPT)
-        ]
-        rendered = render(chat, messages)
-        found[name] = trained(rendered)
-        assert any("empty turn" in remark for remark in rendered.remarks) == (
-            case.empty == LEFT_OUT and "empty answer" in name
-        )
-    assert found == expected
-
-
-@pytest.mark.parametrize("case", COMMON.values(), ids=COMMON)
-def test_a_system_turn_is_context_or_reported(case: Case) -> None:
-    messages = conversation("hello", "hi", "more", "yes", system="be brief")
-    if case.system == REFUSED:
-        with pytest.raises(TemplateError):
-            render(chat_of(case.template), messages)
-        return
-    rendered = render(chat_of(case.template), messages)
-    assert trained(rendered) == [case.answer("hi", False), case.answer("yes", True)]
-    assert ("be brief" in rendered.text) == (case.system == KEPT)
-    remarks = {"the chat template leaves out system turns": "'be brief'"} if case.system == LEFT_OUT else {}
-    assert {remark: rendered.remarks.get(remark) for remark in remarks} == remarks
-    assert not any("leaves out" in remark for remark in rendered.remarks.keys() - remarks.keys())
-
-
-@pytest.mark.parametrize("case", COMMON.values(), ids=COMMON)
-def test_calls_of_tools_are_trained_on_and_their_replies_are_not(case: Case) -> None:
-    call = {"id": "call12345", "type": "function", "function": {"name": "price", "arguments": {"item": "tea", "n": 2}}}
-    messages = [
-        turn("user", "How much?"),
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "content": "42", "name": "price", "tool_call_id": "call12345"},
-        turn("assistant", "It is 42."),
-    ]
-    if case.call == REFUSED:
-        with pytest.raises((TemplateError, DataError)):
-            render(chat_of(case.template), messages, tools=[tool("price")])
-        return
-    rendered = render(chat_of(case.template), messages, tools=[tool("price")])
-    assert trained(rendered) == [case.call, case.answer("It is 42.", True)]
-    left_out = {remark for remark in rendered.remarks if "leaves out" in remark}
-    assert left_out == ({"the chat template leaves out the tools"} if case.tools == LEFT_OUT else set())
-
-
-def _loop(turn: str, prompt: str = "<assistant>") -> str:
-    return "{% for m in messages %}" + turn + "{% endfor %}{% if add_generation_prompt %}" + prompt + "{% endif %}"
-
-
-_PLAIN = "<{{ m.role }}>{{ m.content }}</s>"
-_JOINED = "{{ '<' + m.role + '>' + m.content + '</s>' }}"
-_COLLECTED = "{% set ns.all = ns.all + ['<' + m.role + '>' + m.content + '</s>'] %}"
-_TAGGED = (
-    "<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
-    "{% else %}{{ m.content }}</s>{% endif %}"
+@settings(deadline=None)
+@given(
+    st.integers(1, 30), st.integers(1, 30), st.integers(0, 12), st.integers(1, 9), st.integers(1, 4), st.integers(0, 9)
 )
-
-# What odd templates write for the answers "hi there" and "yes\nindeed".
-ODD = {
-    "one text, by ~": (
-        "{% set ns = namespace(text='') %}"
-        + _loop("{% set ns.text = ns.text ~ '<' ~ m.role ~ '>' ~ m.content | trim ~ '</s>' %}", "").replace(
-            "{% endfor %}", "{% endfor %}{{ ns.text }}"
-        )
-        + "{% if add_generation_prompt %}<assistant>{% endif %}",
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "a list, by the filter": (
-        "{% set ns = namespace(all=[]) %}{% for m in messages %}" + _COLLECTED + "{% endfor %}{{ ns.all | join('-') }}"
-        "{% if add_generation_prompt %}-<assistant>{% endif %}",
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "a list, by the method": (
-        "{% set ns = namespace(all=[]) %}{% for m in messages %}" + _COLLECTED + "{% endfor %}{{ '-'.join(ns.all) }}"
-        "{% if add_generation_prompt %}-<assistant>{% endif %}",
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "put into a constant": (
-        _loop("{{ '[R]{c}[/R]'.replace('{c}', m.content).replace('R', m.role) }}", "[assistant]"),
-        ["hi there[/assistant]", "yes\nindeed[/assistant]"],
-    ),
-    "capitals": (
-        _loop("{{ (m.role + ': ' + m.content) | upper }}</s>", "ASSISTANT: "),
-        ["HI THERE</s>", "YES\nINDEED</s>"],
-    ),
-    "answers after all questions": (
-        "{% for m in messages if m.role != 'assistant' %}Q: {{ m.content }}\n{% endfor %}"
-        "{% for m in messages if m.role == 'assistant' %}A: {{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}A: {% endif %}",
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "JSON": (
-        _loop("{{ m | tojson }}\n", '{{ \'{"role": "assistant", "content": \' }}'),
-        ['"hi there"}\n', '"yes\\nindeed"}\n'],
-    ),
-    "a question that repeats the answer": (
-        _loop(
-            "{% if loop.index0 > 2 and m.role == 'user' %}({{ messages[loop.index0 - 1].content }}){% endif %}" + _PLAIN
-        ),
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "an answer twice": (
-        _loop("<{{ m.role }}>{{ m.content }}|{{ m.content }}</s>"),
-        ["hi there|hi there</s>", "yes\nindeed|yes\nindeed</s>"],
-    ),
-    "an end of the conversation that begins as a turn does": (
-        "{% for m in messages %}### {{ m.role }}: {{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}### assistant: {% else %}### End</s>{% endif %}",
-        ["hi there\n", "yes\nindeed\n### End</s>"],
-    ),
-    "word by word": (
-        _loop("<{{ m.role }}>{% for word in m.content.split() %}{{ word }} {% endfor %}</s>"),
-        ["hi there </s>", "yes indeed </s>"],
-    ),
-    "letter by letter": (
-        _loop("<{{ m.role }}>{% for letter in m.content %}{{ letter }}{% endfor %}</s>"),
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "a caller": (
-        "{% macro box(role) %}<{{ role }}>{{ caller() }}</s>{% endmacro %}"
-        + _loop("{% call box(m.role) %}{{ m.content }}{% endcall %}"),
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "a block": (_loop("{% set text %}" + _PLAIN + "{% endset %}{{ text }}"), ["hi there</s>", "yes\nindeed</s>"]),
-    "other spaces": (
-        _loop("<{{ m.role }}>{{ m.content | replace('\n', ' ') }}</s>"),
-        ["hi there</s>", "yes indeed</s>"],
-    ),
-    "an end that the next turn writes": (
-        _loop("{% if not loop.first %}</s>{% endif %}<{{ m.role }}>{{ m.content }}", "</s><assistant>"),
-        ["hi there", "yes\nindeed"],
-    ),
-    "no generation prompt": (_loop(_PLAIN, ""), ["<assistant>hi there</s>", "<assistant>yes\nindeed</s>"]),
-    "tags": (_loop(_TAGGED), ["hi there</s>", "yes\nindeed</s>"]),
-    "tags in a macro": (
-        "{% macro say(m) %}" + _TAGGED + "{% endmacro %}" + _loop("{{ say(m) }}"),
-        ["hi there</s>", "yes\nindeed</s>"],
-    ),
-    "tags without the end": (
-        _loop(
-            "<{{ m.role }}>" + _TAGGED.partition(">")[2].replace("</s>{% endgeneration %}", "{% endgeneration %}</s>")
-        ),
-        ["hi there", "yes\nindeed"],
-    ),
-}
-TALK = conversation("hello you", "hi there", "more", "yes\nindeed", system="be brief")
+def test_rows_in_turns(task: int, language: int, steps: int, a_step: int, switch: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 9, task + language)
+    rows = list(
+        RowsInTurns(lengths, (task, language), steps=steps, rows_a_step=a_step, steps_per_switch=switch, seed=seed)
+    )
+    assert len(rows) == steps * a_step
+    drawn = {"task": np.zeros(task, int), "language": np.zeros(language, int)}
+    for step in range(steps):
+        side = side_of_step(step, switch)
+        assert side == ("task", "language")[(step // switch) % 2]
+        taken = np.array(rows[step * a_step : (step + 1) * a_step]) - (task if side == "language" else 0)
+        assert ((taken >= 0) & (taken < len(drawn[side]))).all()
+        assert (np.diff(lengths[:task][taken] if side == "task" else lengths[task:][taken]) >= 0).all()
+        np.add.at(drawn[side], taken, 1)
+        assert np.ptp(drawn[side]) <= 1  # each pass uses every row once
 
 
-@pytest.mark.parametrize(("template", "answers"), ODD.values(), ids=ODD)
-def test_odd_templates(template: str, answers: list[str]) -> None:
-    rendered = render(chat_of(template), TALK)
-    assert (trained(rendered), rendered.remarks) == (answers, {})
+def test_steps_of_a_run_in_turns() -> None:
+    options = TrainingOptions(batch_size=4, gradient_accumulation=4)
+    assert simultaneous_steps((160, 33), options, steps_per_switch=1) == 2 * 10
+    assert simultaneous_steps((160, 33), options, steps_per_switch=1, processes=2) == 2 * 5
+    assert simultaneous_steps((33, 160), options, steps_per_switch=4) == 2 * 4 * 3  # whole turns
+    half = TrainingOptions(batch_size=4, gradient_accumulation=4, epochs=0.5)
+    assert simultaneous_steps((160, 33), half, steps_per_switch=1) == 2 * 5
+    assert simultaneous_steps((9, 9), TrainingOptions(max_steps=7), steps_per_switch=2) == 7
+
+
+def test_validation_is_half_of_either_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    from adapterswap.core.model.opened_base import OpenedBase
+    from adapterswap.experiments.training.base import with_padding
+    from adapterswap.experiments.training.data import load_data
+
+    def held_out(**validation: Any) -> tuple[int, int]:
+        recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, validation=validation)
+        data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
+        assert data.validation is not None
+        words = [{WORDS[i] for i in data.validation.row(row)[0].tolist()} for row in range(len(data.validation))]
+        task = sum(bool(row & {f"w{i}" for i in range(8)}) for row in words)
+        return task, len(words) - task
+
+    assert held_out(rows=10) == (5, 5)
+    assert held_out(rows=5) == (3, 3)
+    assert held_out(fraction=0.25) == (12, 12)
+    assert held_out(datasets=two_sides(tmp_path)) == (32, 32)
+    recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, validation={"rows": 64})
+    with refused(DataError, "validation", match="32 rows of each side.* 32"):
+        estimate(recipe)
+
+
+def test_an_epoch_ends_with_the_longer_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    options = {"batch_size": 4, "gradient_accumulation": 2, "packing": False}
+    recipe = make_recipe(datasets=two_sides(tmp_path), simultaneous={"partition": "C"}, training=options)
+    expected = estimate(recipe)
+    assert expected.steps == 2 * 64 // 8
+    report = train(recipe, out_path=tmp_path / "expert")
+    assert report.steps == expected.steps
+    assert report.tokens == expected.tokens == 16 * 8 * 7
+
+
+def test_packed_sequences_hold_rows_of_one_side(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    from adapterswap.core.model.opened_base import OpenedBase
+    from adapterswap.experiments.training.base import with_padding
+    from adapterswap.experiments.training.data import load_data, sequences
+
+    recipe = make_recipe(
+        datasets=two_sides(tmp_path), simultaneous={"partition": "B"}, training={"packing": True, "max_length": 21}
+    )
+    data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
+    rows, parts = sequences(data, recipe.training)
+    assert len(rows) == sum(parts)
+    assert parts[0] == -(-64 // 3)
+    sides = np.array([np.isin(ids, range(4, 12)).any() for ids in rows["input_ids"]])
+    assert sides.tolist() == [True] * parts[0] + [False] * parts[1]
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("changes", "message"),
     [
-        _loop("{{ '<%s>%s</s>' % (m.role, m.content) }}"),
-        _loop("{{ '<{}>{}</s>'.format(m.role, m.content) }}"),
-        _loop("<{{ m.role }}>{{ m.content }}{{ '<end>' if loop.last else ';' }}"),
-        _loop("<{{ m.role }}></s>"),
-        "{% for m in messages[::-1] %}" + _PLAIN + "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
-        _loop("<{{ m.role }}>{% generation %}{{ m.content }}</s>{% endgeneration %}"),
-        _loop("<{{ m.role }}>{{ m.content }}{% generation %}</s>{% endgeneration %}"),
-        "{% generation %}" + _loop(_PLAIN) + "{% endgeneration %}",
-    ],
-    ids=["%", "format", "other ends", "no contents", "backwards", "tags around all turns", "tags around ends", "a tag"],
-)
-def test_turns_that_nothing_proves_are_refused(template: str) -> None:
-    with refused(DataError, "datasets"):
-        render(chat_of(template), TALK)
-
-
-@pytest.mark.parametrize(
-    ("template", "remark"),
-    [
-        (_loop("{% if m.role != 'system' %}" + _PLAIN + "{% endif %}"), "leaves out system turns"),
-        (_loop("{% if loop.index0 != 1 %}" + _PLAIN + "{% endif %}"), "leaves out user turns"),
-        (_loop("<{{ m.role }}>{{ m.content[:8] }}</s>"), "leaves out a part of user turns"),
-        (_loop("<{{ m.role }}>{{ m.content.split('\n')[-1] }}</s>"), "leaves out a part of assistant turns"),
-        (_loop(_PLAIN, "<assistant><think>"), "does not begin with .* generation prompt"),
+        ({"one": True}, "both task and language"),
+        ({"without": True}, "set `side` for each"),
+        ({"adapter": {"partition": "A", "side": "task"}}, "remove adapter.partition and adapter.side"),
+        ({"adapter": {"modules_to_save": ["lm_head"]}}, "belong to no side"),
+        ({"simultaneous": {"partition": "D"}}, "partition"),
+        ({"simultaneous": {"partition": "A", "steps_per_switch": 0}}, "steps_per_switch"),
     ],
 )
-def test_what_a_template_leaves_out_is_remarked(template: str, remark: str) -> None:
-    rendered = render(chat_of(template), TALK)
-    assert any(re.search(remark, line) for line in rendered.remarks)
-    assert all(answer.endswith("</s>") for answer in trained(rendered))
+def test_conflicting_settings_are_refused(
+    tmp_path: Path, make_recipe: MakeRecipe, changes: dict[str, Any], message: str
+) -> None:
+    sources = two_sides(tmp_path)
+    if changes.pop("one", False):
+        sources = sources[:1]
+    if changes.pop("without", False):
+        del sources[1]["side"]
+    with pytest.raises(ValueError, match=message):
+        make_recipe(**({"datasets": sources, "simultaneous": {"partition": "A"}} | changes))
 
 
-THINKING = conversation("hello", "<think>\nhm\n</think>\n\nhi", "more", "<think>\nso\n</think>\n\nyes")
+def test_without_turns_sides_are_mixed(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """Data mixing: one run over both sources, whose rows are joined and shuffled."""
+    from adapterswap.core.model.opened_base import OpenedBase
+    from adapterswap.experiments.training.base import with_padding
+    from adapterswap.experiments.training.data import load_data
+
+    recipe = make_recipe(datasets=two_sides(tmp_path))
+    data = load_data(recipe, with_padding(OpenedBase.open(recipe.base_model)))
+    assert data.parts == (64 + 32,)
+    task = [np.isin(data.train.row(row)[0], range(4, 12)).any() for row in range(96)]
+    assert sum(task) == 64
+    assert all(8 < sum(task[begin : begin + 24]) < 24 for begin in range(0, 96, 24))  # of both in each quarter
+    assert train(recipe, out_path=tmp_path / "expert").steps == 96 // 8
 
 
-def test_reasoning() -> None:
-    """Qwen 3 writes that of the last answer, R1 none, and its prompt begins it."""
-    left_out = "the chat template leaves out a part of assistant turns"
-    thinking = render(chat_of(COMMON["Qwen 3"].template), THINKING)
-    assert trained(thinking) == ["hi<|im_end|>\n", "<think>\nso\n</think>\n\nyes<|im_end|>\n"]
-    assert thinking.remarks == {left_out: repr("<think>\nhm\n</think>")}
-
-    distilled = render(chat_of(COMMON["DeepSeek R1"].template), THINKING)
-    assert trained(distilled) == ["\n\nhi<end>", "\n\nyes<end>"]
-    assert distilled.remarks.keys() > {left_out}
-    assert any("generation prompt" in remark for remark in distilled.remarks)
-
-    keyed = [turn("user", "hello"), turn("assistant", "hi", reasoning_content="hm"), *conversation("more", "yes")]
-    gpt = render(chat_of(COMMON["gpt-oss"].template), [{**keyed[0]}, {**keyed[1], "thinking": "hm"}, *keyed[2:]])
-    assert gpt.remarks == {"the chat template leaves out `thinking` of assistant turns": "'hm'"}
+def test_a_side_without_a_module_is_refused(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(
+        datasets=two_sides(tmp_path), simultaneous={"partition": "A"}, adapter={"target_modules": ["q_proj"]}
+    )
+    with refused(FieldError, "simultaneous.partition"):
+        estimate(recipe)
 
 
-def test_tags_are_taken_as_transformers_takes_them() -> None:
-    tokenizer = byte_tokenizer(_loop(_TAGGED))
-    encoded = tokenizer.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
-    rendered = render(ChatTemplate(tokenizer), TALK)
-    tokens, _ = tokenize([Example(rendered.text, rendered.trained, chat=True)], tokenizer, max_length=1000)
-    ids, mask = tokens.row(0)
-    assert (ids.tolist(), mask.astype(int).tolist()) == (encoded["input_ids"], encoded["assistant_masks"])
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_samples_per_side_bounds_each_side(tmp_path: Path, make_recipe: MakeRecipe, in_turns: bool) -> None:
+    """64 rows of the task (words w0 to w7) and 32 of the language (w8 to w15), of which 20 each are used."""
+    options: dict[str, Any] = {"simultaneous": {"partition": "A"}} if in_turns else {}
+    options |= {"datasets": two_sides(tmp_path), "validation": {"rows": 8}}
+    recipe = make_recipe(**options, samples_per_side=20)
+    data = load_data(recipe, OpenedBase.open(recipe.base_model))
+    assert (data.rows.train, data.rows.validation, data.rows.surplus) == (32, 8, 44 + 12)
+    task = {WORDS.index(f"w{i}") for i in range(8)}
+    sides = [bool(task & set(row["input_ids"])) for part in (data.train, data.validation) for row in part.dataset()]
+    assert sides.count(True) == sides.count(False) == 20
+    if in_turns:
+        assert data.parts == (16, 16)
+    again = load_data(recipe, OpenedBase.open(recipe.base_model))
+    assert again.rows.sha256 == data.rows.sha256
+    everything = load_data(make_recipe(**options, samples_per_side=64), OpenedBase.open(recipe.base_model))
+    assert everything.rows.surplus == 0
 
 
-def test_tags_of_turns_that_are_left_out(tmp_path: Path) -> None:
-    chat = chat_of(_loop(_TAGGED))
-    rendered = render_turns(chat, TALK, [4], tools=None, arguments={})
-    assert trained(rendered) == ["yes\nindeed</s>"]
+def test_rows_that_are_left_out_are_not_counted_as_cut(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    """All rows have 7 tokens, so all used rows are cut at 6; the others are unused."""
+    recipe = make_recipe(datasets=two_sides(tmp_path), validation={"rows": 8}, samples_per_side=20)
+    cut = recipe.model_copy(update={"training": recipe.training.model_copy(update={"max_length": 6})})
+    rows = load_data(cut, OpenedBase.open(recipe.base_model)).rows
+    assert (rows.train, rows.validation, rows.surplus) == (32, 8, 44 + 12)
+    assert rows.truncated == 40
+    report = train(cut, out_path=tmp_path / "out", progress=False)
+    card = (report.path / "README.md").read_text(encoding="utf-8")
+    assert "32 rows were trained on, 8 held out, 0 dropped, 56 left out beyond samples_per_side." in card
 
 
-def test_rows_with_remarks_are_counted(tmp_path: Path) -> None:
-    rows = [{"messages": TALK}, {"messages": conversation("q", "a")}, {"messages": TALK}]
-    counts, _ = load(tmp_path, rows, byte_tokenizer(COMMON["Mistral 0.3"].template))
-    assert counts.remarks == {"the chat template leaves out system turns": (2, "'be brief'")}
+def test_training_time_excludes_measuring_the_loss(
+    tmp_path: Path, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from adapterswap.experiments.training.trainer import ExpertTrainer
+
+    measured, walls = [], []
+    plain, whole = ExpertTrainer.evaluation_loop, ExpertTrainer.train
+
+    def slow(self: Any, *args: Any, **options: Any) -> Any:
+        time.sleep(0.5)
+        measured.append(self.state.global_step)
+        return plain(self, *args, **options)
+
+    def timed(self: Any, *args: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        result = whole(self, *args, **options)
+        walls.append(time.monotonic() - began - 0.5 * len(measured))
+        return result
+
+    monkeypatch.setattr(ExpertTrainer, "evaluation_loop", slow)
+    monkeypatch.setattr(ExpertTrainer, "train", timed)
+    options = {"max_steps": 4, "batch_size": 8}
+    recipe = make_recipe(validation={"rows": 8, "every_samples": 16}, training=options)
+    report = train(recipe, out_path=tmp_path / "out", progress=False)
+    assert measured[:2] == [2, 4]
+    assert report.seconds < walls[0] + 0.2
