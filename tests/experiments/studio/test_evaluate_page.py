@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from adapterswap.engines.live import Reading
 from adapterswap.experiments.evaluation.mgsm import read_mgsm
 from adapterswap.experiments.intervals import wilson
 from adapterswap.experiments.studio import evaluations
@@ -86,6 +87,8 @@ def test_mgsm_is_scored_as_evaluate_scores_it(
     documents = page.get_by_role("spinbutton", name="Documents")
     documents.fill("10")
     documents.press("Tab")
+    # How the model reads batches is measured with its own answers, before it gets these.
+    assert Reading.of(workspace.live.model).left
     monkeypatch.setattr(workspace.live.model, "generate", answer)
     page.locator("#evaluate").click()
     page.locator("#evaluated td").first.wait_for()
