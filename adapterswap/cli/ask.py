@@ -251,7 +251,7 @@ def _converse(seated: Seated, as_json: bool) -> None:
         question = {"role": "user", "content": line}
         try:
             answers = _shown(seated, {name: [*history, question] for name, history in histories.items()}, as_json)
-        except AdapterswapError as error:  # a turn that does not fit, say: the conversation goes on without it
+        except AdapterswapError as error:  # for example, a turn that is too long: the conversation continues without it
             print_errors(error.problems, click.get_current_context().command)
             continue
         for name, answer in answers.items():

@@ -139,7 +139,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of commands whose help ends with examples, too."""
+    """A group of commands whose help also ends with examples."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         _write_examples(self, formatter)

@@ -82,7 +82,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         else:
             tensors += _tensors(module, shapes[module.name], resolved)
 
-    # What stands beside them: magnitudes and biases, copies of the base's embedding, modules trained in full
+    # Everything else: magnitudes and biases, copies of the base's embedding, modules trained in full
     variant = variant_of(modules)
     for module in modules if variant else ():
         tensors += _variant_tensors(module, shapes[module.name], variant, plan)

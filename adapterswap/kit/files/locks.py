@@ -69,12 +69,10 @@ def marker_of(path: Path) -> Path:
 
 def remove_file(path: Path) -> None:
     """Remove a file if it exists. A second attempt follows an error: network file systems fail now and then."""
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
-        return
-
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
+    for _ in range(2):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            return
 
 
 def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFileLock, Path]:
