@@ -108,7 +108,9 @@ class _Read:
         ids = torch.tensor(rows, device=model.device)
         mask = (torch.arange(longest)[None] >= torch.tensor(padding)[:, None]).long().to(model.device)
 
-        output = model(input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=True)
+        output = model(
+            input_ids=ids, attention_mask=mask, position_ids=_positions(mask), use_cache=True, logits_to_keep=1
+        )
         return _Read(output.logits[:, -1].float().log_softmax(-1), output.past_key_values, mask)
 
     def rows(self, owner: torch.Tensor) -> _Read:

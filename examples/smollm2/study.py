@@ -212,12 +212,27 @@ def chosen_settings(results: Mapping[str, Mapping[str, Mapping[str, str]]]) -> d
     }
 
 
-def test_cells(pair: int, chosen: Mapping[str, float]) -> list[Cell]:
-    """All cells of a pair, those of the two questions first."""
-    first = ("math expert (= reset)", "layer swap", "swap with the other language's layers")
+QUESTIONS = ("math expert (= reset)", "layer swap", "swap with the other language's layers")
+"""The rows that the two questions compare."""
+
+
+def question_cells(pair: int) -> list[Cell]:
+    """What the two questions ask of a pair."""
+    settings = {"weight": WEIGHTS[1], "bottom": BOTTOM}  # of rows that are not among these
     cells = []
 
-    for row in [*first, *(row for row in ROWS if row not in first)]:
+    for row in QUESTIONS:
+        for language in LANGUAGES:
+            cells.append(Cell(composition_of(row, language, pair, settings), f"new_{language}"))
+
+    return cells
+
+
+def test_cells(pair: int, chosen: Mapping[str, float]) -> list[Cell]:
+    """All cells of a pair, those of the two questions first."""
+    cells = []
+
+    for row in [*QUESTIONS, *(row for row in ROWS if row not in QUESTIONS)]:
         for language in LANGUAGES:
             text = composition_of(row, language, pair, chosen)
             cells.append(Cell(text, f"new_{language}"))
@@ -335,6 +350,11 @@ def score_pairs(options: argparse.Namespace) -> Study:
     ]
 
     study.run(0, [Cell(SHIPPED, f"new_{code}") for code in LANGUAGES if f"new_{code}" in wanted])
+
+    # What the two questions ask of every pair comes before anything that is only described.
+    for pair in range(options.pairs):
+        study.run(pair, [cell for cell in question_cells(pair) if cell.test in wanted])
+
     study.run(0, development_cells())
     complete = all(cell.test in study.results.get(cell.composition, {}) for cell in development_cells())
     chosen = chosen_settings(study.results) if complete else {}
@@ -342,12 +362,15 @@ def score_pairs(options: argparse.Namespace) -> Study:
     for pair in range(options.pairs):
         settings = chosen or {"weight": WEIGHTS[1], "bottom": BOTTOM}
         cells = test_cells(pair, settings)
+
+        # Without a choice there are no tuned rows. A tuned swap may be the layer swap, which stays.
         if not chosen:
             tuned = {
                 composition_of(row, one, pair, settings) for row in ("tuned sum", "tuned swap") for one in LANGUAGES
             }
             tuned -= {composition_of("layer swap", one, pair, settings) for one in LANGUAGES}
             cells = [cell for cell in cells if cell.composition not in tuned]
+
         study.run(pair, [cell for cell in cells if cell.test in wanted])
 
     if options.templates is None:
