@@ -232,7 +232,7 @@ def _weights_as_json(merged: Merged) -> dict[str, Any]:
     plan = merged.plan
     return {
         **plan_as_json(plan),
-        "base_model": str(plan.base.source) if plan.base else None,
+        "base_model": str(plan.base.weights.source) if plan.base.weights else None,
         "copied": _copied(merged),
         "shards": [shard.name for shard in merged.shards],
         "bytes": sum(shard.size for shard in merged.shards),
@@ -251,7 +251,8 @@ def _print_weights(merged: Merged) -> None:
     plan = merged.plan
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
-    source, owner, folder = plan.companions.config, plan.companions.owner("tokenizer"), plan.skeleton.name
+    assert plan.base.skeleton is not None  # of full weights
+    source, owner, folder = plan.companions.config, plan.companions.owner("tokenizer"), plan.base.skeleton.name
     place = f"{source} ({folder})" if folder != source else folder
     print_plan(
         plan,
@@ -374,7 +375,7 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     files = f" in {len(exported.files)} files" if exported.is_pieces else ""
     summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
-    base = prepared.plan.base_at_hand
+    base = prepared.plan.base.at_hand
     experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
     for line in CompanionPlan.on_the_base(experts, None if base is None else base.folder):
         note(line)

@@ -744,7 +744,7 @@ def attribute(
             )
         places = {name: expert.source.folder for name, expert in plan.experts.items()}
         return _with_companions(_attribute_adapter(open_adapter(folder), plan), beside_adapter(folder, places))
-    base = plan.open_base(base_model) if plan else open_checkpoint(base_model) if base_model else None
+    base = plan.base.open(base_model) if plan else open_checkpoint(base_model) if base_model else None
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
     plan = plan and Resolved.of(plan).plan

@@ -348,10 +348,10 @@ class Checkpoint:
         return Source.find(reference, [*_WEIGHT_FILES, *_RECORDS], what=what, parameter=parameter)
 
     @staticmethod
-    def read(source: Source, *, what: str = "base model") -> Checkpoint:
-        """Open the checkpoint of a source; see `open_checkpoint`."""
+    def read(source: Source, *, what: str = "base model", config: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Open the checkpoint of a source; see `open_checkpoint`. `config` is its config.json, if that was read."""
         try:
-            return _read_checkpoint(source, what)
+            return _read_checkpoint(source, what, config)
         except ExpertError as error:
             raise (error.recast(BaseModelError, parameter="base_model") if what == "base model" else error) from None
 
@@ -374,8 +374,9 @@ def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Check
     return Checkpoint.read(Checkpoint.find(reference, what=what, parameter=parameter), what=what)
 
 
-def _read_checkpoint(source: Source, role: str) -> Checkpoint:
-    config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
+def _read_checkpoint(source: Source, role: str, config: Mapping[str, Any] | None) -> Checkpoint:
+    if config is None:
+        config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
     check_alone(source.folder)
     if name := config.get("transformers_weights"):
         raise UnsupportedError(

@@ -17,8 +17,8 @@ from adapterswap.core.experts.parts import Part
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import ModuleName, of_any_stack
-from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import reference_of
+from adapterswap.core.model.sources import Source
+from adapterswap.core.planning.facts import BaseFacts
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems
 
 
@@ -52,7 +52,7 @@ def aligned(experts: Mapping[str, Adapter], base: Checkpoint | None = None) -> d
     Raises:
         ExpertError: two names may mean one module, and the base cannot tell; a module that the base lacks.
     """
-    result = align(experts, None if base is None else str(base.source.folder))
+    result = align(experts, BaseFacts.of(experts, None if base is None else str(base.source.folder)))
     problems = Problems(ExpertError)
     check_alignment(result, problems)
     problems.raise_if_any()
@@ -68,25 +68,27 @@ def aligned(experts: Mapping[str, Adapter], base: Checkpoint | None = None) -> d
     return renamed
 
 
-def align(experts: Mapping[str, Adapter], base_model: str | None) -> Aligned:
+def align(experts: Mapping[str, Adapter], base: BaseFacts) -> Aligned:
     """The experts, with one name for each module of their base.
 
     If their modules have entirely different names, they are compared with the base's if the base is on this machine.
     """
-    differing, reference = _differing_names(experts), reference_of(experts, base_model)
+    differing, reference = _differing_names(experts), base.reference
     unchanged = Aligned(dict(experts), differing, reference)
-    if reference is None or not (
-        differing or (_differ_in_kind(experts) and Reference(reference).cached_config is not None)
-    ):
+    if reference is None:
         return unchanged
+    if not differing and not (_differ_in_kind(experts) and base.local.config is not None):
+        return unchanged
+
     try:
-        base = Base.at(Source.of_base(reference).folder, reference)
+        model = Base.at(Source.of_base(reference).folder, reference)
     except AdapterswapError as error:
         return replace(unchanged, unreadable=error)
+
     renamed, misnamed = dict(experts), list[AdapterswapError]()
     for name, adapter in experts.items():
         try:
-            renamed[name] = adapter.under_names_of(base, name, reference)
+            renamed[name] = adapter.under_names_of(model, name, reference)
         except AdapterswapError as error:
             misnamed.append(error)
     return Aligned(renamed, differing, reference, misnamed=tuple(misnamed))

@@ -22,16 +22,6 @@ from adapterswap.kit.files.text import expand
 
 Expert = Adapter | Checkpoint
 
-PASS_BASE = "Pass the base's folder or Hub id as `base_model`"
-
-
-def reference_of(experts: Mapping[str, Expert], declared: str | None) -> str | None:
-    """Where to find the base: the declared one, or the first that an adapter names, at its revision."""
-    adapters = (expert for expert in experts.values() if isinstance(expert, Adapter))
-    named = (adapter.config.base_reference for adapter in adapters)
-    return declared or next(filter(None, named), None)
-
-
 _Problem = tuple[str, str]  # the message and the remedy
 _Identity = tuple[str | None, str]  # the SHA-256 of an adapter's config and weights
 

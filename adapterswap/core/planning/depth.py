@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import STACKS, Depth, ModelConfig, ModuleName, NumLayers, Stack
 from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.facts import BaseFacts, LocalBase
 from adapterswap.kit.errors import AdapterswapError, Problems
 from adapterswap.kit.files.text import expand
 
@@ -40,7 +39,7 @@ class FoundDepth:
         actual: the number by the base itself; None if that does not say it or is not on this machine.
         requested: the number by the composition; None if it sets none.
         required: whether it matters: a rule names layers, or an expert is a slice.
-        base: the base, if its config was read or it was declared as a folder; see `Plan.base_source`.
+        base: what is known of the base, with its folder if its config was read or it was declared as a folder.
         notes: that the number could not be checked.
     """
 
@@ -49,59 +48,64 @@ class FoundDepth:
     actual: NumLayers | None = None
     requested: NumLayers | None = None
     required: bool = False
-    base: Source | None = None
+    base: BaseFacts = field(default_factory=BaseFacts)
     notes: tuple[str, ...] = ()
 
 
-def find_depth(experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None) -> FoundDepth:
-    """The number of layers to use with adapters; `known` is the model's own, if a model is loaded."""
-    requested, declared = composition.num_layers, composition.base_model
-    if requested is not None:
-        return _beside_the_base(requested, experts, declared, known)
-    if known:
-        return FoundDepth(known)
-    slices = any(adapter.kept_layers is not None for adapter in experts.values())
-    actual, found_base = find_num_layers(experts, declared)
-    name, required = reference_of(experts, declared), slices or composition.names_layers
-    return FoundDepth(actual or least_depth(experts), name, actual, required=required, base=found_base)
-
-
-def _beside_the_base(
-    requested: NumLayers, experts: Mapping[str, Adapter], declared: str | None, known: NumLayers | None
+def find_depth(
+    experts: Mapping[str, Adapter], composition: Composition, known: NumLayers | None, base: BaseFacts
 ) -> FoundDepth:
+    """The number of layers to use with adapters; `known` is the model's own, if a model is loaded."""
+    if composition.num_layers is not None:
+        return _beside_the_base(composition.num_layers, known, base)
+    if known:
+        return FoundDepth(known, base=base)
+
+    slices = any(adapter.kept_layers is not None for adapter in experts.values())
+    actual, base = find_num_layers(base)
+    required = slices or composition.names_layers
+    return FoundDepth(actual or least_depth(experts), base.reference, actual, required=required, base=base)
+
+
+def _beside_the_base(requested: NumLayers, known: NumLayers | None, base: BaseFacts) -> FoundDepth:
     """The base's own number if it can be known without the network, else the requested one."""
-    base = "the model" if known else reference_of(experts, declared)
-    config = Reference(base).cached_config if base and not known else None
-    actual = known or (ModelConfig(config).stacked_layers if config is not None else None)
-    is_local = declared is not None and not known and os.path.isdir(expand(declared))
-    source = Source.find(declared, [], what="base model") if declared and is_local else None
+    if known:
+        return FoundDepth(known, "the model", known, requested, base=base)
+    if base.declared and os.path.isdir(expand(base.declared)):
+        base = replace(base, source=Source.find(base.declared, [], what="base model"))
+
+    config = base.local.config
+    actual = None if config is None else ModelConfig(config).stacked_layers
     if actual is not None:
-        return FoundDepth(actual, base, actual, requested, base=source)
-    fault = "is not on this machine" if config is None else "does not say how many layers it has"
-    reason = f"The config of {Reference(base).public_name} {fault}" if base else "The experts do not name a base"
+        return FoundDepth(actual, base.reference, actual, requested, base=base)
+
+    reason = "The experts do not name a base"
+    if base.reference:
+        fault = "is not on this machine" if config is None else "does not say how many layers it has"
+        reason = f"The config of {Reference(base.reference).public_name} {fault}"
     note = f"{reason}, so num_layers {Depth(requested)} could not be checked"
-    return FoundDepth(requested, base, None, requested, base=source, notes=(note,))
+    return FoundDepth(requested, base.reference, None, requested, base=base, notes=(note,))
 
 
-def find_num_layers(experts: Mapping[str, Adapter], base_model: str | None = None) -> tuple[NumLayers | None, Source]:
-    """The base's number of layers, from its config.json and never from the experts' modules, and the base."""
-    base = Reference.to_base(
-        reference_of(experts, base_model), "Pass `num_layers`, or `base_model` with the base's folder"
-    )
+def find_num_layers(base: BaseFacts) -> tuple[NumLayers | None, BaseFacts]:
+    """The base's number of layers, from its config.json and never from the experts' modules; and the facts with its
+    folder."""
     namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
-    if base_model is None:
-        namer = next(f"{name}'s adapter_config.json" for name, adapter in experts.items() if adapter.config.base_model)
-        remedy = "Pass `base_model` with the base's folder, or `num_layers`"
+    if base.declared is None:
+        first = next((name for name, place in base.named.items() if place), None)
+        namer, remedy = f"{first}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
     try:
-        source, config = base.config()
+        source, local = base.local.fetched("Pass `num_layers`, or `base_model` with the base's folder")
     except AdapterswapError as error:
+        if not base.reference:
+            raise
         reason = error.problems[0].message
         raise type(error)(
             f"cannot read the number of layers from the base that {namer} names: {reason}",
             remedy,
             parameter="base_model",
         ) from None
-    return ModelConfig(config).stacked_layers, source
+    return ModelConfig(local.config or {}).stacked_layers, replace(base, source=source, local=local)
 
 
 def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
@@ -149,31 +153,34 @@ def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
     return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
 
 
-def outside_the_layers(
-    experts: Mapping[str, Adapter],
-    num_layers: NumLayers,
-    *,
-    base_model: str | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> dict[str, Adapter]:
+def outside_the_layers(experts: Mapping[str, Adapter], num_layers: NumLayers, base: BaseFacts) -> dict[str, Adapter]:
     """The experts, with layers that predict further tokens (see `layers_ahead`) counted as outside the layers.
 
     Args:
         experts: as opened, with layers counted from module names alone.
         num_layers: the language model's. If it has one number for each stack, nothing changes.
-        base_model: the declared base, whose config is read if it is on this machine; by default the experts' own.
-        config: the base's config, if it is already loaded.
+        base: the base, whose config says how many such layers it has.
     """
     if not isinstance(num_layers, int):
         return dict(experts)
+
     adapters = {}
     for name, adapter in experts.items():
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
         if deepest >= num_layers:
-            reference = reference_of({name: adapter}, base_model)
-            base_config = config or (Reference(reference).cached_config if reference else None)
-            if base_config is not None and deepest < num_layers + ModelConfig(base_config).layers_ahead:
+            ahead = _layers_ahead(name, base)
+            if deepest < num_layers + ahead:
                 outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
                 adapter = adapter.with_parts(outside, adapter.container)
         adapters[name] = adapter
     return adapters
+
+
+def _layers_ahead(expert: str, base: BaseFacts) -> int:
+    """The layers that predict further tokens, by the config of the base or, if none is declared, of the expert's."""
+    if base.skeleton is not None:
+        return ModelConfig(base.skeleton.config).layers_ahead
+
+    reference = base.declared or base.named[expert]
+    local = base.local if reference == base.reference else LocalBase(reference)
+    return 0 if local.config is None else ModelConfig(local.config).layers_ahead

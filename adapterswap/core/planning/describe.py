@@ -67,7 +67,7 @@ def summary(plan: Plan) -> str:
     experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
     more = len(plan.experts) - len(experts)
     lines = [f"Plan: {plan.headline}", *experts, *([f"and {more} more experts"] if more else [])]
-    lines += [f"base: {plan.base!r}"] if plan.base else []
+    lines += [f"base: {plan.base.weights!r}"] if plan.base.weights else []
     return "\n".join(printable(line) for line in [*lines, *_shortened(plan.strip), *plan.companion_lines])
 
 

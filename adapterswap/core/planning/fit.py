@@ -22,11 +22,10 @@ from adapterswap.core.experts.keys import TASK_HEADS, ModuleKeys
 from adapterswap.core.experts.parts import FullModule, LoraModule, Part, compare_shapes
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
-from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
-from adapterswap.core.model.sources import Reference
+from adapterswap.core.planning.facts import LocalBase
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError, and_more
-from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor
 
@@ -76,20 +75,21 @@ class Fit:
         )
 
 
-def fit(experts: Mapping[str, Adapter], reference: str | None) -> Fit:
+def fit(experts: Mapping[str, Adapter], base: LocalBase) -> Fit:
     """Look up what experts adapt in their base, if that is on this machine."""
-    folder = Reference(reference).cached_folder if reference else None
-    config = Reference(reference).cached_config if reference else None
-    if folder is None or config is None or reference is None:
+    config, checkpoint = base.config, base.headers
+    if config is None or base.folder is None or base.reference is None:
         return Fit()
-    files = (path for pattern in ("config.json", "model*.safetensors*") for path in folder.glob(pattern))
-    checkpoint = _headers(folder, Stamps.of(sorted(path for path in files if path.is_file())))
-    result = Fit(reference, {}, {}, {})
+
+    result = Fit(base.reference, {}, {}, {})
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
         others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
-        model = _model(folder, reference, adapter.config.task_type) if others else None
+
+        # Only what the files leave open is looked up in the model, which takes a second or two to build.
+        model = _model(base.folder, base.reference, adapter.config.task_type) if others else None
         by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
+
         result.unknown[name] = [part for part in others if part.name not in by_model]
         result.missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
         result.compared[name] = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
@@ -204,14 +204,6 @@ def _report_missing(expert: str, missing: list[Part], reference: str, problems: 
             parameter="base_model",
             kind=BaseModelError,
         )
-
-
-@lru_cache(maxsize=4)
-def _headers(folder: Path, files: Stamps) -> Checkpoint | None:
-    """The base's headers in a folder with these files; None if its weights are not here, or cannot be read."""
-    with suppress(AdapterswapError):  # what needs the weights reports why
-        return open_checkpoint(folder)
-    return None
 
 
 def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
@@ -373,13 +365,13 @@ def _text(shape: tuple[object, ...]) -> str:
     return "×".join(map(str, shape))
 
 
-def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, task_type: str | None) -> list[str]:
+def taken_for_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_type: str | None) -> list[str]:
     """The modules beside a mixture's experts, such as shared experts and dense MLPs, whose LoRA PEFT would not load,
     because it takes them for parts of the experts. Only a base on this machine is tried, and only a mixture.
 
     Args:
         modules: those of an adapter by name, all with LoRA.
-        reference: the base.
+        base: the base.
         task_type: the adapter's.
     """
     risky = {
@@ -387,11 +379,9 @@ def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, 
         for name, part in modules.items()
         if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused and not part.parameter
     }
-    folder = Reference(reference).cached_folder if reference and risky else None
-    config = Reference(reference).cached_config if reference and risky else None
-    if folder is None or config is None or not ModelConfig(config).is_mixture:
+    if not risky or base.config is None or base.folder is None or not ModelConfig(base.config).is_mixture:
         return []
-    model = _model(folder, str(reference), task_type)
+    model = _model(base.folder, str(base.reference), task_type)
     if model is None:  # then it cannot be tried
         return []
 
@@ -400,7 +390,7 @@ def taken_for_experts(modules: Mapping[str, LoraModule], reference: str | None, 
     shapes = {name: (part.out_features, part.in_features) for name, part in risky.items()}
     names = {name: model.find(name, container, shape) or name for name, shape in shapes.items()}
     adapted = _adapted_in_peft(
-        folder, str(reference), task_type, tuple((names[name], *shape) for name, shape in shapes.items())
+        base.folder, str(base.reference), task_type, tuple((names[name], *shape) for name, shape in shapes.items())
     )
     return [name for name in risky if names[name] not in adapted]
 

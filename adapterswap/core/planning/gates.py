@@ -178,7 +178,7 @@ def _full_weights(merged: Plan, problems: Problems) -> None:
 
 def _config_owner(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
-    has_base = plan.base is not None or not plan.is_model
+    has_base = plan.base.weights is not None or not plan.is_model
     check_config_owner(plan.composition, [*([BASE] if has_base else []), *plan.checkpoints], problems)
 
 
@@ -197,7 +197,7 @@ def _limits(planned: Planned, problems: Problems) -> None:
 
 def _has_its_base(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
-    if not plan.is_model or plan.base is not None:
+    if not plan.is_model or plan.base.weights is not None:
         return
     if needing := [slot.name for slot in plan if slot.needs_base or not slot.terms]:
         more = f", and so do {len(needing) - 1} more" if len(needing) > 1 else ""
@@ -210,9 +210,10 @@ def _has_its_base(planned: Planned, problems: Problems) -> None:
 
 
 def _base_is_theirs(planned: Planned, problems: Problems) -> None:
+    base = planned.plan.base
     if not planned.recorded:
         with problems.collect():
-            check_base_weights(planned.plan.recorded_bases, planned.plan.base_at_hand, planned.plan.own_bases)
+            check_base_weights(base.recorded, base.at_hand, base.named)
 
 
 def _used(planned: Planned, problems: Problems) -> None:

@@ -7,9 +7,8 @@ every stored tensor of a model, which experts' changes enter with which coeffici
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,16 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import adapterswap
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.model.checkpoints import Checkpoint, open_checkpoint
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import Depth, KeptLayers, NumLayers, Stack, check_one_list
-from adapterswap.core.model.sources import Reference, Source
-from adapterswap.core.planning.base import PASS_BASE, adapt_one_base, published_name, reference_of
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.facts import BaseFacts
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slices import requested_by_layer, slice_in
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import AdapterswapError, UnsupportedError
-from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
     from adapterswap import Exported
@@ -49,8 +46,7 @@ class Plan:
         slots: modules by full name (those without a layer first, then by layer and name; those trained in full last),
             or tensors by key, in the order in which the skeleton's shards store them.
         is_model: whether the slots are stored tensors.
-        base: the base whose weights enter; None if none of them are needed.
-        base_source: the base of an adapter, if it was declared as a local folder or its config gave the depth.
+        base: what is known of the base.
         untied: whether the result stores a head and an embedding, one of them changed, that the skeleton's config ties.
         notes: what could not be checked on this machine, and what papers warn of. Notes change nothing in the result.
     """
@@ -61,8 +57,7 @@ class Plan:
     num_layers: NumLayers
     slots: Mapping[str, Slot]
     is_model: bool = False
-    base: Checkpoint | None = None
-    base_source: Source | None = None
+    base: BaseFacts = field(default_factory=BaseFacts)
     untied: bool = False
     notes: tuple[str, ...] = ()
 
@@ -223,30 +218,25 @@ class Plan:
     def checkpoints(self) -> dict[str, Checkpoint]:
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)}
 
-    @property
-    def skeleton(self) -> Checkpoint:
-        """The checkpoint whose shards, config and tokenizer full weights use: the base, or the first full expert."""
-        return self.base or next(iter(self.checkpoints.values()))
-
-    @property
-    def config_owner(self) -> str:
-        """The owner of the config of full weights: the requested one; else the base, or the first full expert."""
-        first = BASE if self.base is not None else next(iter(self.checkpoints))
-        return self.composition.config_from or first
-
     @cached_property
     def companions(self) -> CompanionPlan:
         """Whose config, tokenizer, chat templates and other companions of the weights the result takes."""
-        base = self.base.source.folder if self.base is not None else None
-        beside = self.base_at_hand
-        sizes = [slot.shape[0] for slot in self if slot.has_tokens] if self.is_model else []
+        weights, beside = self.base.weights, self.base.at_hand
+        rows = config = None
+
+        if self.is_model:
+            rows = min((slot.shape[0] for slot in self if slot.has_tokens), default=None)
+            config = self.composition.config_from
+            if not config:
+                config = next(iter(self.checkpoints)) if weights is None else BASE
+
         return CompanionPlan.decide(
             {name: expert.source.folder for name, expert in self.experts.items()},
-            base,
+            None if weights is None else weights.source.folder,
             beside=None if beside is None else beside.folder,
-            rows=min(sizes, default=None),
+            rows=rows,
             tokenizer=self.composition.tokenizer,
-            config=self.config_owner if self.is_model else None,
+            config=config,
             models=self.checkpoints,
         )
 
@@ -307,10 +297,6 @@ class Plan:
             return None
         return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})
 
-    def open_base(self, base_model: str | None = None) -> Checkpoint:
-        """Open the base of a plan of adapters: `base_model`, or the one that the composition or the experts name."""
-        return open_checkpoint(Reference.to_base(base_model or self.base_reference, PASS_BASE))
-
     def merged_into(self, base: Checkpoint) -> Plan:
         """The plan of full weights, for a plan of adapters: the adapters merged into their base.
 
@@ -326,58 +312,6 @@ class Plan:
         from adapterswap.core.planning.planner import merge_plan
 
         return merge_plan(self, base)
-
-    @cached_property
-    def base_model(self) -> str | None:
-        """The base that the adapters name or, if they name none or differ, the one that the composition declares.
-
-        Where that is a folder, but an adapter names an id on the Hub, it is this id, with which others can load it.
-        """
-        name = _named_by_all(self.adapters)
-        declared = self.composition.base_model
-        if name is None and declared is not None:
-            name = Reference(declared).parts[0]
-        if name is None or Reference(name).is_hub_id:
-            return name
-        return published_name(adapter.config.base_model for adapter in self.adapters.values()) or name
-
-    @property
-    def public_base(self) -> str | None:
-        """The base's name as it is published; see `Reference.public_name`."""
-        return self.base_model and Reference(self.base_model).public_name
-
-    @property
-    def base_revision(self) -> str | None:
-        """The base's revision on the Hub: the declared one, or the one on which all adapters agree."""
-        if self.composition.base_model is not None:
-            declared = Reference(self.composition.base_model).parts[1]
-            if declared is not None:
-                return declared
-        revisions = {adapter.config.revision for adapter in self.adapters.values()}
-        return revisions.pop() if len(revisions) == 1 and _named_by_all(self.adapters) is not None else None
-
-    @property
-    def base_reference(self) -> str | None:
-        """Where to open the base; see `reference_of`."""
-        return reference_of(self.adapters, self.composition.base_model)
-
-    @property
-    def base_at_hand(self) -> Source | None:
-        """The base that the plan used, or a local folder that was declared."""
-        declared = self.composition.base_model
-        if self.base is not None or self.base_source is not None or declared is None:
-            return self.base.source if self.base is not None else self.base_source
-        return Source.find(declared, [], what="base model") if os.path.isdir(expand(declared)) else None
-
-    @property
-    def recorded_bases(self) -> dict[str, Mapping[str, str]]:
-        """The fingerprints of each expert's base, by the expert's own record; empty where that does not say."""
-        return {name: expert.base_fingerprints for name, expert in self.experts.items()}
-
-    @property
-    def own_bases(self) -> dict[str, str | None]:
-        """Where each adapter's config says that its base is."""
-        return {name: adapter.config.base_reference for name, adapter in self.adapters.items()}
 
     @property
     def task_type(self) -> str | None:
@@ -400,7 +334,7 @@ class Plan:
             *(expert.source.folder for expert in self.experts.values()),
             *dict.fromkeys(named),
             self.composition.base_model,
-            self.base.source.folder if self.base else None,
+            self.base.weights.source.folder if self.base.weights else None,
             *self.composition.recipe_files,
         ]
 
@@ -408,10 +342,3 @@ class Plan:
     def largest_rank(self) -> int:
         """The rank of the plan's adapter if all modules have the same: the largest of any module."""
         return max((module.total_rank for module in self.modules.values() if module.terms), default=1)
-
-
-def _named_by_all(adapters: Mapping[str, Adapter]) -> str | None:
-    """The base that all adapters name, as the first one writes it; None if they differ."""
-    first = next(iter(adapters.values()), None)
-    alike = first is not None and all(adapt_one_base(first, adapter) for adapter in adapters.values())
-    return first.config.base_model if first is not None and alike else None

@@ -18,9 +18,10 @@ from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_ch
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
 from adapterswap.core.planning.alignment import Aligned, align
-from adapterswap.core.planning.base import PASS_BASE, reference_of, unchecked_bases, with_chains
+from adapterswap.core.planning.base import unchecked_bases, with_chains
 from adapterswap.core.planning.composition import Composition, as_composition
 from adapterswap.core.planning.depth import find_depth, find_stored_depth, outside_the_layers
+from adapterswap.core.planning.facts import PASS_BASE, BaseFacts
 from adapterswap.core.planning.fit import Fit, Heads, Placed, fit
 from adapterswap.core.planning.gates import check
 from adapterswap.core.planning.lent_rows import with_lent_rows, with_rows_of_base
@@ -91,16 +92,17 @@ def make_plan(
     problems.raise_if_any()
     opened = Opened(composition, based, recorded)
     check(opened, problems)
-    aligned = Aligned(opened.adapters) if problems else align(opened.adapters, composition.base_model)
+    base = BaseFacts.of(opened.experts, composition.base_model)
+    aligned = Aligned(opened.adapters) if problems else align(opened.adapters, base)
     check(aligned, problems)
     skipped = base_at_hand or (recorded and composition.base_model is None)
-    seen = Fit() if skipped or problems else fit(aligned.experts, aligned.reference)
+    seen = Fit() if skipped or problems else fit(aligned.experts, base.local)
     check(seen, problems)
     opened = replace(opened, experts={**based, **aligned.experts})
     if opened.adapters.keys() == opened.experts.keys():
-        planned = _plan_of_modules(opened, num_layers, problems)
+        planned = _plan_of_modules(opened, base, num_layers, problems)
     else:
-        planned = _plan_of_weights(opened, problems)
+        planned = _plan_of_weights(opened, base, problems)
     planned = replace(planned, recorded=recorded)
     planned = replace(planned, base_at_hand=planned.base_at_hand or base_at_hand)
     check(planned, problems)
@@ -137,14 +139,14 @@ def _warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Problems) -> Planned:
+def _plan_of_modules(opened: Opened, base: BaseFacts, num_layers: NumLayers | None, problems: Problems) -> Planned:
     composition, adapters, depth = opened.composition, opened.adapters, None
     with problems.collect():
-        depth = find_depth(adapters, composition, num_layers)
+        depth = find_depth(adapters, composition, num_layers, base)
         check(depth, problems)
     problems.raise_if_any()
     assert depth is not None
-    adapters = outside_the_layers(adapters, depth.num_layers, base_model=composition.base_model)
+    adapters = outside_the_layers(adapters, depth.num_layers, depth.base)
     rules = _rules(adapters, depth.num_layers, composition, problems)
     changes = {
         name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
@@ -155,12 +157,12 @@ def _plan_of_modules(opened: Opened, num_layers: NumLayers | None, problems: Pro
     ends = {
         name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
     }
-    vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition)
+    vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, depth.base)
     check(vocabularies, problems)
     plan = Plan(
         composition, rules, adapters, depth.num_layers,
         {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)},
-        base_source=depth.base, notes=(*depth.notes, *vocabularies.notes),
+        base=depth.base, notes=(*depth.notes, *vocabularies.notes),
     )  # fmt: skip
     return Planned(plan, composition.expert_names, filled.uncovered, base_at_hand=composition.base_model is not None)
 
@@ -191,19 +193,22 @@ def _filled_modules(
     return Filled([*owned, *in_full.slots], [*modules.uncovered, *in_full.uncovered])
 
 
-def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
+def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Planned:
     problems.raise_if_any()
     composition, adapters = opened.composition, opened.adapters
     full = {name: expert for name, expert in opened.experts.items() if isinstance(expert, Checkpoint)}
-    base = _open_base(composition, adapters)
-    where, stored_in = ("the base", base) if base else next(iter(full.items()))
+    if adapters:
+        Reference.to_base(base.reference, PASS_BASE)
+    weights = open_checkpoint(base.reference) if base.reference else None
+    where, stored_in = ("the base", weights) if weights else next(iter(full.items()))
+    base = replace(base, weights=weights, skeleton=stored_in)
     depth = find_stored_depth(composition, where, stored_in)
     num_layers = depth.num_layers
     skeleton = Skeleton(where, stored_in, full, num_layers, composition.config_from)
     check(skeleton, problems)
     check(depth, problems)
     problems.raise_if_any()
-    adapters = outside_the_layers(adapters, num_layers, config=stored_in.config)
+    adapters = outside_the_layers(adapters, num_layers, base)
     experts = {**opened.experts, **adapters}
     check(Heads(adapters, stored_in), problems)
     problems.raise_if_any()  # the tensors of such a head would be missed
@@ -216,7 +221,7 @@ def _plan_of_weights(opened: Opened, problems: Problems) -> Planned:
     for name, checkpoint in full.items():
         held = stored.keys() - (stored_in.ahead - checkpoint.ahead)
         changes[name] = {key: _whole(checkpoint, key, tied) for key in stored if key in held}
-    slots = [_stored_slot(parameter, located.values(), base) for parameter in stored.values()]
+    slots = [_stored_slot(parameter, located.values(), weights) for parameter in stored.values()]
     filled = _filled(rules, slots, changes)
     check(filled, problems)
     problems.raise_if_any()
@@ -366,7 +371,8 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
         filled[key] = slot
     filled, untied = _with_ends(filled, stored, tied, plan.adapters, base, problems)
     notes = without_advice(plan.notes)
-    merged = replace(plan, slots=filled, is_model=True, base=base, untied=untied, notes=notes)
+    facts = replace(plan.base, weights=base, skeleton=base)
+    merged = replace(plan, slots=filled, is_model=True, base=facts, untied=untied, notes=notes)
     check(merged, problems)
     problems.raise_if_any()
     return merged
@@ -424,13 +430,6 @@ def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> 
             kind=UnsupportedError,
         )
     return [t for slot in slots for t in slot.terms if t.expert in having and having[t.expert].module == slot.name]
-
-
-def _open_base(composition: Composition, adapters: Mapping[str, Adapter]) -> Checkpoint | None:
-    reference = reference_of(adapters, composition.base_model)
-    if adapters:
-        Reference.to_base(reference, PASS_BASE)
-    return open_checkpoint(reference) if reference else None
 
 
 def _settle_head(

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from adapterswap.core.changes.kinds import Change, Term, Whole
@@ -23,9 +22,8 @@ from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName
-from adapterswap.core.model.sources import Reference
-from adapterswap.core.planning.base import reference_of
 from adapterswap.core.planning.composition import Composition
+from adapterswap.core.planning.facts import PASS_BASE, BaseFacts
 from adapterswap.core.planning.slots import BaseShare, Slot, Span, shared_out
 from adapterswap.kit.errors import AdapterswapError, Problems, and_more
 
@@ -141,7 +139,7 @@ def settle_vocabulary(
     ends: Mapping[str, Mapping[str, Change]],
     experts: Mapping[str, Adapter | Checkpoint],
     composition: Composition,
-    base: Checkpoint | None = None,
+    base: BaseFacts,
 ) -> Vocabularies:
     """Settle the rows of embeddings and heads if an expert has tokens that the base or another expert lacks.
 
@@ -150,11 +148,11 @@ def settle_vocabulary(
         ends: expert → its changes of embeddings and heads, by the slot's name.
         experts: the experts.
         composition: the request.
-        base: the base, if it has been opened.
+        base: what is known of the base.
     """
-    if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base):
+    if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base.weights):
         return Vocabularies(list(slots))
-    table = _token_table(ends, experts, composition, slots, base)
+    table = _token_table(ends, experts, slots, base)
     settled: list[Slot] = []
     sizes: dict[str, int] = {}
     rows_of: dict[str, Rows] = {}
@@ -208,23 +206,20 @@ def _are_alike(
 def _token_table(
     ends: Mapping[str, Mapping[str, Change]],
     experts: Mapping[str, Adapter | Checkpoint],
-    composition: Composition,
     slots: Sequence[Slot],
-    opened: Checkpoint | None,
+    base: BaseFacts,
 ) -> TokenTable:
     """The tokens of the base and the experts."""
     unreadable = Problems()
-    config: Mapping[str, Any] | None = None
-    folder: Path | None = None
-    reference = reference_of(experts, composition.base_model)
-    if opened is not None:
-        config, folder = opened.config, opened.source.folder
-    elif reference is not None:
-        config, folder = Reference(reference).cached_config, Reference(reference).cached_folder
-    if config is None and composition.base_model is not None and any(s.in_full and s.needs_base for s in slots):
+    local = base.local
+    is_needed = base.declared is not None and any(slot.in_full and slot.needs_base for slot in slots)
+    if is_needed and base.weights is None and local.config is None:
         with unreadable.collect():
-            source, config = Reference(composition.base_model).config()
-            folder = source.folder
+            local = local.fetched(PASS_BASE)[1]
+    config, folder = local.config, local.folder
+    if base.weights is not None:
+        config, folder = base.weights.config, base.weights.source.folder
+
     size = None if config is None else ModelConfig(config).language.get("vocab_size")
     size = size if type(size) is int else None
     tokens: dict[str, Tokens] = {}
@@ -233,18 +228,18 @@ def _token_table(
             own_tokens = read_tokens(expert.source.folder)
             if own_tokens is not None:
                 tokens[name] = own_tokens
-    base = None
+    of_base = None
     with unreadable.collect():
-        base = None if folder is None else read_tokens(folder)
-    if base is None:  # assume the tokens that all experts share
+        of_base = None if folder is None else read_tokens(folder)
+    if of_base is None:  # assume the tokens that all experts share
         everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
         changes = [change for by_name in ends.values() for change in by_name.values()]
         row_counts = [min(change.rows) if change.rows else change.height for change in changes]
         most = size or min((count for count in row_counts if count is not None), default=math.inf)
-        base = {i: token for i, token in everywhere if i < most}
-    is_named = reference is not None or opened is not None
+        of_base = {i: token for i, token in everywhere if i < most}
+    is_named = base.reference is not None or base.weights is not None
     errors = (unreadable.as_error(),) if unreadable else ()
-    return TokenTable(config, size, base, tokens, is_named, errors)
+    return TokenTable(config, size, of_base, tokens, is_named, errors)
 
 
 @dataclass(frozen=True)

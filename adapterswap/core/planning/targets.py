@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule, OpaqueModule
+from adapterswap.core.planning.facts import LocalBase
 from adapterswap.core.planning.fit import taken_for_experts
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
@@ -654,23 +655,22 @@ _BESIDE_EXPERTS = "LoRA on shared experts and dense MLPs of mixtures, where PEFT
 @_of_expert(_BESIDE_EXPERTS, Target.LIVE)
 def _loaded_beside_experts(adapter: Adapter, f: Facts) -> Found:
     if f.plan is None:  # while it is loaded, not at every switch
-        yield from _lost_beside_experts(adapter.modules, adapter.config.base_reference, adapter.config.task_type, f)
+        base = LocalBase(adapter.config.base_reference)
+        yield from _lost_beside_experts(adapter.modules, base, adapter.config.task_type)
 
 
 @_of_plan(_BESIDE_EXPERTS, _FILES | Target.VLLM)
 def _beside_experts(plan: Plan, f: Facts) -> Found:
     modules = {slot.name: term.lora for slot in f.changed for term in slot.low_rank[:1]}
     if not any(ModuleKeys(name).is_fused for name in modules):  # `_unfused` knows these
-        yield from _lost_beside_experts(modules, plan.base_reference, plan.task_type, f)
+        yield from _lost_beside_experts(modules, plan.base.local, plan.task_type)
 
 
-def _lost_beside_experts(
-    modules: Mapping[str, LoraModule], reference: str | None, task_type: str | None, f: Facts
-) -> Found:
-    lost = taken_for_experts(modules, reference, task_type)
+def _lost_beside_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_type: str | None) -> Found:
+    lost = taken_for_experts(modules, base, task_type)
     if lost:
         yield Culprit(
-            f"PEFT would not load LoRA on {and_more(lost)} into {reference}: with transformers 5 it takes these "
+            f"PEFT would not load LoRA on {and_more(lost)} into {base.reference}: with transformers 5 it takes these "
             "modules for parts of the mixture's fused experts",
             "Write full weights with `merge`, which does not depend on PEFT, or give these modules to the base in a "
             "rule of their own",

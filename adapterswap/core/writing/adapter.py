@@ -98,6 +98,7 @@ class Prepared:
             companions: also write the experts' tokenizer and the like, if they have them.
         """
         out_path, plan = expand(out_path), self.plan
+        base = plan.base
         with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
             sha256 = write_tensors(plan, self.layout, folder / WEIGHTS, hashes)
             if companions:
@@ -105,7 +106,7 @@ class Prepared:
             record = CompositionRecord.of(
                 plan,
                 {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-                SourceRecord.of_base(plan.base_source) if plan.base_source else None,
+                SourceRecord.of_base(base.source, base.local.config_sha256) if base.source else None,
                 output=self.output,
                 measured=self.measured,
                 companions=companions,

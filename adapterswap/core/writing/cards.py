@@ -135,7 +135,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
         record: the content of its adapterswap.json.
         layout: the tensors and config that were written.
     """
-    base = plan.public_base
+    base = plan.base.public_name
     licences = Licences.of(plan)
     is_lora = layout.config["peft_type"] == LORA
     kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
@@ -176,7 +176,7 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
 
 def merged_card(plan: Plan, record: CompositionRecord) -> str:
     """The model card as Markdown with the Hub's YAML front matter."""
-    base = plan.base.source.name if plan.base else None
+    base = plan.base.weights.source.name if plan.base.weights else None
     ids = [
         name
         for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])

@@ -59,14 +59,15 @@ def _settings(laid_out: LaidOut) -> None:
 
 
 def _copies_of_the_base(full: FullWeights) -> None:
-    if full.plan.base is not None:
+    base = full.plan.base.weights
+    if base is not None:
         remedy = "Pass the base that it was trained on as `base_model`"
-        check_base(_copies(full.plan), full.plan.base, effect="which PEFT would put in its place", remedy=remedy)
+        check_base(_copies(full.plan), base, effect="which PEFT would put in its place", remedy=remedy)
 
 
 def _quantization(full: FullWeights) -> None:
     """Refuse what the quantization that the result keeps does not allow."""
-    plan, base = full.plan, full.plan.base
+    plan, base = full.plan, full.plan.base.weights
     if base is None or base.quantization is None:
         return
     remedy = "Pass `dequantize=True`, or the original base in floating point"

@@ -55,13 +55,13 @@ def lay_out_tokens(plan: Plan) -> Layout:
 
 def _named(plan: Plan, peft_type: str) -> dict[str, Any]:
     """The keys that say what an adapter is for."""
-    check_base_name(plan.base_model)
+    check_base_name(plan.base.name)
     return {
         "peft_type": peft_type,
         "task_type": plan.task_type,
         **({"auto_mapping": dict(plan.auto_mapping)} if plan.auto_mapping and plan.task_type is None else {}),
-        "base_model_name_or_path": plan.base_model,
-        "revision": plan.base_revision,
+        "base_model_name_or_path": plan.base.name,
+        "revision": plan.base.revision,
     }
 
 

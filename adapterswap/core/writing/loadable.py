@@ -75,8 +75,7 @@ _KNOWN_EXPERT = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(\d+)\.(gate_proj
 
 def check_renaming(plan: Plan, layout: Layout) -> None:
     """Check that PEFT loads every factor into this type of base; only the types that may lose some are tried."""
-    reference = plan.base_reference
-    config = Reference(reference).cached_config if reference else None
+    reference, config = plan.base.reference, plan.base.local.config
     if reference is None or config is None or not ModelConfig(config).architecture.renamed_twice:
         return
     import torch
@@ -121,9 +120,9 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
         except UnsupportedError:
             return plan
         return as_first if model.are_text_only(as_first.slots) else plan
-    modules, reference = list(plan.slots), plan.base_reference
+    modules = list(plan.slots)
     old = any(name.startswith(_OLD_PREFIX) for name in modules)
-    if not old and not _may_be_old(modules, reference):
+    if not old and not _may_be_old(plan):
         return plan
     try:
         model = _names_of(plan)
@@ -141,7 +140,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
 
 def _names_of(plan: Plan) -> Base:
     """The names of the modules of the plan's base."""
-    reference = Reference.to_base(plan.base_reference)
+    reference = Reference.to_base(plan.base.reference)
     return Base.at(Source.of_base(reference).folder, reference)
 
 
@@ -156,7 +155,7 @@ def _canonical(plan: Plan, model: Base) -> dict[str, str]:
             canonical = name  # transformers does not load it
         if canonical is None:
             raise BaseModelError(
-                f"{plan.base_reference} has no module {name} in the installed transformers",
+                f"{plan.base.reference} has no module {name} in the installed transformers",
                 "Save the expert again with this version of transformers, or pass the base model that it adapts",
                 parameter="base_model",
             )
@@ -224,19 +223,20 @@ def _in_class_of(model: Base, name: str, own_names: Mapping[str, str]) -> str | 
     return name if moved is None and ModuleName(name.removesuffix(".bias")).is_head else moved
 
 
-def _may_be_old(names: Sequence[str], reference: str | None) -> bool:
+def _may_be_old(plan: Plan) -> bool:
     """Whether transformers may have renamed these modules, so that the model must be built, which takes seconds.
 
     In transformers 4, Qwen2-VL's modules were `model.layers.N` and `visual.blocks.N`, without a prefix for the language
     model, LLaVA's tower was `model.vision_tower.vision_model`, and Nemotron-H's layers were `backbone.layers.N`, as
     Mamba's still are.
     """
+    names, base = plan.slots, plan.base
     heads = [name for name in names if "." not in name and ModuleName(name).is_head]
-    if reference is None or all(name in heads or _PARTS.search(name) for name in names):
+    if base.reference is None or all(name in heads or _PARTS.search(name) for name in names):
         return False
-    config = Reference(reference).cached_config  # before the Hub is asked, which takes longer than a swap
+    config = base.local.config  # before the Hub is asked, which takes longer than a swap
     with suppress(AdapterswapError):  # if the config is not available: nothing else needs it
-        config = config or Reference(reference).config()[1]
+        config = config or Reference(base.reference).config()[1]
     if config is None:
         return False
     return ModelConfig(config).language is not config or any(name.startswith("backbone.") for name in names)
@@ -306,7 +306,7 @@ def check_fusing(plan: Plan) -> None:
     """
     if (module := first_fused(plan)) is None:
         return
-    reference = Reference.to_base(plan.base_reference)
+    reference = Reference.to_base(plan.base.reference)
     modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
     if _is_known_to_fuse(reference.config()[1], [part for name, part in modules.items() if ModuleKeys(name).is_fused]):
         return

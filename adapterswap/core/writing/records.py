@@ -100,10 +100,15 @@ class SourceRecord(_Written):
         )
 
     @staticmethod
-    def of_base(source: Source) -> SourceRecord:
-        """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints."""
+    def of_base(source: Source, config_sha256: str | None = None) -> SourceRecord:
+        """The identity of a base whose weights were not needed: its config and, for a local folder, fingerprints.
+
+        `config_sha256` is the hash of the config, if that was read.
+        """
         config = source.folder / MODEL_CONFIG
-        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: sha256_of(config)} if os.path.exists(config) else {}}
+        if config_sha256 is None and os.path.exists(config):
+            config_sha256 = sha256_of(config)
+        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: config_sha256} if config_sha256 else {}}
         if source.revision is None:
             fields["fingerprints"] = base_fingerprints(source.folder)
         return SourceRecord(source=source.name, revision=source.revision, **fields)
@@ -313,10 +318,10 @@ class CompositionRecord(_Written):
             "num_layers": plan.num_layers,
         }
         if plan.is_model:
-            named = plan.base.source if plan.base else None
+            named = plan.base.weights.source if plan.base.weights else None
             fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
         else:
-            fields |= {"base_model": plan.public_base, "base_revision": plan.base_revision}
+            fields |= {"base_model": plan.base.public_name, "base_revision": plan.base.revision}
         fields |= SliceRecord.of(plan.kept_layers)
         fields["base"] = base
         fields["companions"] = plan.companions.record if companions else {}

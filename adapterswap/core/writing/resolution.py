@@ -83,7 +83,7 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
 
 def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[str, Adapter]) -> float:
     """The magnitude of an average that includes a full checkpoint, from dense ΔW."""
-    base, full = plan.base, plan.checkpoints
+    base, full = plan.base.weights, plan.checkpoints
     assert base is not None  # a plan whose weights wait for magnitudes has one
     problems = Problems(BaseModelError)
     parameters, located, tied = locate_all(adapters, base, problems)

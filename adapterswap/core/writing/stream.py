@@ -132,8 +132,10 @@ def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
 
 def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> dict[str, Any] | None:
     """The content of model.safetensors.index.json; None if a single file needs no index."""
-    theirs = plan.skeleton.source.folder / MODEL_INDEX
-    keeps_shards = form.shard_bytes is None and plan.skeleton.shards[0].path.name != MODEL_WEIGHTS
+    skeleton = plan.base.skeleton
+    assert skeleton is not None  # of full weights
+    theirs = skeleton.source.folder / MODEL_INDEX
+    keeps_shards = form.shard_bytes is None and skeleton.shards[0].path.name != MODEL_WEIGHTS
     if len(shards) == 1 and not keeps_shards:
         return None
     total = sum(place.nbytes for shard in shards for place in shard.places.values())
@@ -146,7 +148,9 @@ def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> di
 
 def _own_shards(plan: Plan) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
-    file_of = {name: slot.path.name for name, slot in plan.skeleton.parameters.items()}
+    skeleton = plan.base.skeleton
+    assert skeleton is not None  # of full weights
+    file_of = {name: slot.path.name for name, slot in skeleton.parameters.items()}
     last = next(iter(file_of.values()))
     for key in plan.slots:
         last = file_of.get(key, last)  # an untied head follows its embedding
@@ -261,7 +265,7 @@ def _sources(plan: Plan) -> list[TensorFile]:
         else:
             paths |= {term.change.path for span in slot.ranges for term in span.terms}
             paths |= {whole.path for span in slot.ranges for whole in slot.base_of(span)}
-    checkpoints = [*plan.checkpoints.values(), *([plan.base] if plan.base else [])]
+    checkpoints = [*plan.checkpoints.values(), *([plan.base.weights] if plan.base.weights else [])]
     candidates = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
     candidates += [adapter.file for adapter in plan.adapters.values()]
     return [file for file in candidates if file.path in paths]

@@ -40,7 +40,9 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 and 4
 
 def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
     """Write config.json and the other files beside the weights into `folder`."""
-    owner = plan.checkpoints.get(plan.config_owner, plan.skeleton)
+    skeleton = plan.base.skeleton
+    assert skeleton is not None  # of full weights
+    owner = plan.checkpoints.get(plan.companions.config or "", skeleton)
     plan.companions.write_model(folder, _config(owner.config, plan, form, owner))
 
 
@@ -113,7 +115,7 @@ class Merged:
     ) -> Path:
         """Write the model; see `merge`. `progress` is called after every tensor."""
         out_path = expand(out_path)
-        plan, form = self.plan, self.form
+        plan, form, weights = self.plan, self.form, self.plan.base.weights
         devices = choose_devices(device)
         with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
             write_companions(plan, form, folder)
@@ -124,7 +126,7 @@ class Merged:
             record = CompositionRecord.of(
                 plan,
                 {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-                _base(self.quantized or plan.base, entered) if plan.base else None,
+                _base(self.quantized or weights, entered) if weights else None,
                 output=asdict(form),
                 measured=self.measured,
             )
@@ -208,9 +210,9 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     """
     quantized = None
     if not plan.is_model:
-        base = plan.open_base(base_model)
+        base = plan.base.open(base_model)
         if not recorded:
-            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+            check_base_weights(plan.base.recorded, base.source, plan.base.named)
         if form.dequantize and base.quantization is None:
             raise ArgumentError(
                 f"`dequantize` is set, but the base {base.name} is not quantized",
@@ -243,7 +245,8 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
 
 def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
     """A note about modules of a quantized base that the dequantized one lacks: transformers does not load them."""
-    left = {parameter.module for parameter in plan.skeleton.parameters.values()}
+    assert plan.base.skeleton is not None  # of full weights
+    left = {parameter.module for parameter in plan.base.skeleton.parameters.values()}
     stored = dict.fromkeys(parameter.module.removesuffix(".weight") for parameter in quantized.parameters.values())
     model = quantized.base
     others = (module for module in stored if module not in left)

@@ -255,7 +255,7 @@ def write_gguf(
         ]
     else:
         contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
-    named = prepared.plan.composition.base_model or prepared.plan.base_model
+    named = prepared.plan.composition.base_model or prepared.plan.base.name
     exported = Exported(
         out_path,
         tuple(file for file, _ in contents),
@@ -293,7 +293,7 @@ def _size(tensors: Sequence[GgufTensor], outtype: str) -> tuple[int, int]:
 
 def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> dict[str, str | int]:
     """The metadata of each file: adapterswap's record, and the base under the keys of llama.cpp's own converter."""
-    plan = prepared.plan
+    plan, facts = prepared.plan, prepared.plan.base
     with ThreadPoolExecutor(1) as worker:
         sha256 = dict(
             zip(plan.adapters, worker.map(sha256_of, (a.file.path for a in plan.adapters.values())), strict=True)
@@ -301,7 +301,7 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
     record = CompositionRecord.of(
         plan,
         {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-        SourceRecord.of_base(plan.base_source) if plan.base_source else None,
+        SourceRecord.of_base(facts.source, facts.local.config_sha256) if facts.source else None,
         output={"format": "gguf", "outtype": outtype, **({"pieces": pieces} if pieces else {}), **prepared.output},
         measured=prepared.adapter.measured,
     )

@@ -130,7 +130,7 @@ class PreparedGguf:
     @property
     def base_name(self) -> str | None:
         """The base's public name."""
-        return self.plan.public_base
+        return self.plan.base.public_name
 
     @property
     def output(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class PreparedGguf:
     def of(plan: Plan, form: Form, progress: Callable[[str], None] = lambda name: None) -> PreparedGguf:
         """Compute the plan's open coefficients, truncate modules, and lay the tensors out. Writes nothing."""
         plan.check_adapter()
-        reference = Reference.to_base(plan.base_reference)
+        reference = Reference.to_base(plan.base.reference)
         config = reference.config()[1]
         architecture = find_architecture(config, reference.public_name or "the base")
         places = _places(plan, architecture, ModelConfig(config).language, form)

@@ -295,7 +295,7 @@ class NamedComposer:
             "adapterswap": __version__,
             "format": FORMAT,
             "num_layers": plan.num_layers,
-            "base_model": [plan.base_model, plan.base_revision],
+            "base_model": [plan.base.name, plan.base.revision],
             "names": self._names,
             "what": _fingerprint(plan),
             "experts": self._hashes(plan),

@@ -166,7 +166,7 @@ class PieceComposer(NamedComposer):
             "format": FORMAT,
             "pieces": ["kind", self.outtype],
             "expert": [name, self.cache.hash_of(adapter), adapter.config.sha256],
-            "base": [Reference(self.base_model).config()[1], plan.base_model, plan.base_revision],
+            "base": [Reference(self.base_model).config()[1], plan.base.name, plan.base.revision],
         }
         key = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
         self._prepared[key] = prepared

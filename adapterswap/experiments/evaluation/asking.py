@@ -192,7 +192,7 @@ class Panel:
             raise ArgumentError(f"`{name}` can only be used with a composition", "Leave it out", parameter=name)
 
         # The base: the one that was passed, or that the composition or the first adapter names.
-        named = [] if plan is None else [plan.base_reference]
+        named = [] if plan is None else [plan.base.reference]
         named += [adapter.config.base_reference for adapter in adapters.values()]
         reference = str(base_model) if base_model is not None else next(filter(None, named), None)
         if reference is None:

@@ -95,7 +95,7 @@ class Subject:
         base, adapter, plan = self.base, self.adapter, self.plan
         if plan is not None:
             base.check_depth(plan.num_layers, "Leave out `num_layers`")
-            check_base_weights(plan.recorded_bases, base.source, plan.own_bases)
+            check_base_weights(plan.base.recorded, base.source, plan.base.named)
         if adapter is not None:
             own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
             check_base_weights(

@@ -202,9 +202,9 @@ def _check_config(cell: Cell, plan: Plan) -> None:
     """Refuse full weights for a config that computes differently from the base's: vLLM only loads other weights."""
     from adapterswap.core import BASE
 
-    if plan.config_owner != BASE and (differences := plan.companions.other_configs.get(BASE)):
+    if plan.companions.config != BASE and (differences := plan.companions.other_configs.get(BASE)):
         raise UnsupportedError(
-            f"{cell.short}: the configs of {plan.config_owner} and the base compute differently "
+            f"{cell.short}: the configs of {plan.companions.config} and the base compute differently "
             f"({', '.join(differences.values)}), but vLLM keeps the base's while it changes weights",
             "Use `engine=transformers`",
             parameter="engine",

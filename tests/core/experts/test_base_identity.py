@@ -100,7 +100,7 @@ def test_two_experts_have_one_base(
         return
     plan = adapterswap.layer_swap(*experts, num_layers=6, base_model=place)
     assert any("have one base" in note for note in plan.notes) == (outcome == "noted")
-    assert plan.base_model == task[1].format(**world.bases)
+    assert plan.base.name == task[1].format(**world.bases)
 
 
 def full_model(world: World, name: str) -> Path:
@@ -174,7 +174,7 @@ def test_a_base_found_by_its_name_is_compared(world: World, monkeypatch: pytest.
     monkeypatch.chdir(world.folder / "b")
     with refused(BaseModelError, "base_model"):
         adapterswap.layer_swap(*experts)
-    assert adapterswap.layer_swap(*experts, num_layers=6).base_source is None  # not needed, so not looked at
+    assert adapterswap.layer_swap(*experts, num_layers=6).base.source is None  # not needed, so not looked at
 
 
 def test_what_is_made_of_an_expert_carries_its_base_on(world: World, tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_a_merge_opens_the_base_at_the_experts_revision(
     hub_base(6, "v2")
     plan = adapterswap.soup(away, away, num_layers=6)
     assert isinstance(plan, adapterswap.Plan)
-    assert plan.base_reference == "org/base@v2"
+    assert plan.base.reference == "org/base@v2"
 
 
 def test_one_base_folder_under_two_names_is_one_base(

@@ -79,7 +79,7 @@ def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[.
     for case in ("karcher", "arcee_fusion"):
         with_base = adapterswap.compose(composition_of(case, base_model=str(model())), experts)
         without = adapterswap.compose(composition_of(case), experts)
-        one, other = (weights(adapterswap.merge(plan, out_path=tmp_path / f"{case}-{plan.base is None}"))
+        one, other = (weights(adapterswap.merge(plan, out_path=tmp_path / f"{case}-{plan.base.weights is None}"))
                       for plan in (with_base, without))  # fmt: skip
         assert all(tensor.equal(other[name]) for name, tensor in one.items())
     with pytest.raises(AdapterswapError) as caught:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import adapterswap
 from adapterswap import Composition
 from adapterswap.core.planning.depth import find_num_layers
+from adapterswap.core.planning.facts import BaseFacts
 from adapterswap.kit.errors import (
     BaseModelError,
     CompositionError,
@@ -112,7 +113,7 @@ def test_experts_of_two_bases_are_refused(math: Path, swahili: Path, tmp_path: P
     with refused(ExpertError, match=r"but other adapts org/other-base.*`base_model`"):
         adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6)
     declared = adapterswap.layer_swap(math, other, bottom=1, top=1, num_layers=6, base_model="org/other-base")
-    assert declared.base_model == "org/other-base"
+    assert declared.base.name == "org/other-base"
 
 
 def test_experts_for_other_tasks_are_refused(math: Path, swahili: Path, tmp_path: Path) -> None:
@@ -160,14 +161,14 @@ def test_the_number_of_layers_is_never_guessed(math: Path, swahili: Path, tmp_pa
 
 def test_the_number_of_layers_comes_from_the_base(math: Path, base: Callable[[str], Path], tmp_path: Path) -> None:
     adapter = {"math": adapterswap.open_adapter(math)}
-    assert find_num_layers(adapter)[0] == 6
+    assert find_num_layers(BaseFacts.of(adapter, None))[0] == 6
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_hidden_layers": 11}, "num_layers": 3}))
-    assert find_num_layers(adapter, str(tmp_path))[0] == 11
+    assert find_num_layers(BaseFacts.of(adapter, str(tmp_path)))[0] == 11
     (tmp_path / "config.json").write_text(json.dumps({"is_encoder_decoder": True, "num_layers": 3}))
-    assert find_num_layers(adapter, str(tmp_path))[0] == {"encoder": 3, "decoder": 3}
+    assert find_num_layers(BaseFacts.of(adapter, str(tmp_path)))[0] == {"encoder": 3, "decoder": 3}
     for config in ({"is_encoder_decoder": True, "d_model": 3}, {}):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert find_num_layers(adapter, str(tmp_path))[0] is None
+        assert find_num_layers(BaseFacts.of(adapter, str(tmp_path)))[0] is None
         with refused(BaseModelError, "num_layers"):
             adapterswap.slice_layers(adapter["math"], "0-1", base_model=tmp_path)
 
@@ -243,7 +244,7 @@ def test_two_names_of_one_base(one: str, other: str, declared: str | None, math:
         if declared:
             assert f"`base_model={declared}`" in str(caught.value)
             plan = adapterswap.soup(*experts, num_layers=6, base_model=declared)
-            assert plan.base_model == declared
+            assert plan.base.name == declared
 
 
 def test_a_wrong_task_type(math: Path, run: Callable[..., Result], tmp_path: Path) -> None:
