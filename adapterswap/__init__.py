@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from adapterswap.engines.live import LiveComposer as LiveComposer
     from adapterswap.experiments.analysis.analysis import Analysis as Analysis
     from adapterswap.experiments.analysis.analysis import analyze as analyze
-    from adapterswap.experiments.analysis.dominance import Dominance as Dominance
-    from adapterswap.experiments.analysis.dominance import suggest_owners as suggest_owners
     from adapterswap.experiments.analysis.suggestion import Suggestion as Suggestion
     from adapterswap.experiments.analysis.suggestion import suggest as suggest
     from adapterswap.experiments.evaluation import EvaluationResult as EvaluationResult
@@ -79,7 +77,6 @@ _HOME = {
     "Comparison": "tools.comparison",
     "Composition": "core.planning.composition",
     "Conversion": "tools.conversion",
-    "Dominance": "experiments.analysis.dominance",
     "EvaluationResult": "experiments.evaluation",
     "Exported": "engines.gguf.export",
     "Extraction": "tools.extraction",
@@ -120,7 +117,6 @@ _HOME = {
     "slice_layers": "core.planning.functions",
     "soup": "core.planning.functions",
     "suggest": "experiments.analysis.suggestion",
-    "suggest_owners": "experiments.analysis.dominance",
     "sweep": "experiments.sweeps",
     "task_arithmetic": "core.planning.functions",
     "ties": "core.planning.functions",

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from adapterswap import Composition, compose, merge, suggest_owners
+from adapterswap import Composition, compose, merge
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.experiments.intervals import DIFFERENCE, mean_interval
@@ -92,11 +92,6 @@ CHOICES: dict[str, list[Fields]] = {
     "magmax": SCALES,
     "cart": [{}],  # of two experts the soup, whatever its parameters
     "wudi": grid(learning_rate=(1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)),
-    # Rules of `suggest_owners`, with its arguments: AraSwap's margin and arXiv:2601.22620's τ first.
-    "dominance": [
-        *grid(margin=(0.15, 0.5), per=("layer", "module")),
-        *grid(tie=(0.001, 0.05), per=("layer", "module")),
-    ],
 }
 REFERENCE, MATH = COMPARED_WITH = ("layer_swap", "math expert")
 FEW = (10, 30, 100)  # numbers of problems in xx to choose on, or to train on instead
@@ -175,28 +170,20 @@ def jobs_of(methods: Sequence[str], place: Path) -> Iterator[tuple[str, list[Job
     """The configurations of every row. The layer swap comes before its inverse."""
     base, merged = place / "base", place / "math-merged"
 
-    def job(fields: Fields, *experts: str, **more: Any) -> Job:
-        places = {name: str(place / name) for name in experts if name != BASE}
-        content = {"experts": places, "base_model": str(base), "num_layers": NUM_LAYERS, **more}
-        return fields, compose(Composition(**content)), base
-
     def composed(method: str, task: str, language: str, configurations: list[Fields]) -> list[Job]:
-        sides = [language, "source"] if method == "adamergex" else language
-        names = {task, language, *([] if isinstance(sides, str) else sides)}
-        return [job(f, *names, method=method, task=task, language=sides, **f) for f in configurations]
-
-    def owned(fields: Fields) -> Job:
-        pair = ("math", "language")
-        proposal = suggest_owners({name: str(place / name) for name in pair}, base_model=base, **fields)
-        assert proposal is not None  # not a dry run
-        return job(fields, *(name for name in pair if name not in proposal.unused), rules=proposal.rules)
+        languages = [language, "source"] if method == "adamergex" else [language]
+        experts = {name: str(place / name) for name in (task, *languages) if name != BASE}
+        jobs: list[Job] = []
+        for fields in configurations:
+            composition = Composition(
+                experts=experts, base_model=str(base), num_layers=NUM_LAYERS,
+                method=method, task=task, language=languages[0] if len(languages) == 1 else languages, **fields,
+            )  # fmt: skip
+            jobs.append((fields, compose(composition), base))
+        return jobs
 
     for name in dict.fromkeys((REFERENCE, *methods)):
-        configurations = CHOICES[name]
-        if name == "dominance":
-            yield name, [owned(fields) for fields in configurations]
-        else:
-            yield name, composed(name, "math", "language", configurations)
+        yield name, composed(name, "math", "language", CHOICES[name])
     yield "base", [({}, None, base)]
     yield MATH, [({}, place / "math", base)]
     yield "language expert", [({}, place / "language", base)]

@@ -60,7 +60,7 @@ CEILINGS = {
     "engines.gguf": 10,
     "tools": 13,
     "engines.live": 11,
-    "experiments.analysis": 7,
+    "experiments.analysis": 5,
     "experiments": 12,
     "experiments.studio": 2,
     "": 2,

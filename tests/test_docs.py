@@ -50,10 +50,10 @@ def test_the_advice_on_methods_quotes_their_table() -> None:
         assert quoted in advice
     against = {name: re.findall(r"\[([-+][\d.]+), ([-+][\d.]+)\]", line)[-1:] for name, line in lines.items()}
     assert "[{}, {}]".format(*against["layer_swap"][0]) in advice
-    methods = {*BUILT_IN, "dominance"} & against.keys()
+    methods = BUILT_IN.keys() & against.keys()
     unclear = {name for name in methods for low, high in against[name] if float(low) <= 0 < float(high)}
-    (sentence,) = re.findall(r"Some do not clearly beat the task expert\*\*: (.*) and (dominance)", advice)
-    assert {*re.findall(r"\w+", sentence[0]), sentence[1]} == unclear
+    (sentence,) = re.findall(r"Some do not clearly beat the task expert\*\*: (.*)\. Model Stock", advice)
+    assert {*re.findall(r"`(\w+)`", sentence)} == unclear
 
 
 def test_every_row_of_a_table_has_the_cells_of_its_heading() -> None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
-from adapterswap.cli.composition_options import named_experts
-from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, NamedExpert, Output, Place, only_with
+from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, Output, Place
 from adapterswap.cli.output import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
 from adapterswap.cli.signature import declare
 from adapterswap.core import words_of
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from adapterswap.core import Plan
     from adapterswap.experiments.analysis.analysis import Analysis
-    from adapterswap.experiments.analysis.dominance import Dominance
     from adapterswap.experiments.analysis.suggestion import Suggestion
 
 
@@ -178,18 +176,14 @@ def _number(value: float | None, form: str) -> str:
 @declare("suggest")
 def suggest_command(
     *,
-    task_expert: Annotated[Expert, "-t", "--task-expert"] | None = None,
-    language_expert: Annotated[Expert, "-l", "--language-expert"] | None = None,
-    experts: tuple[NamedExpert, ...] = (),
+    task_expert: Annotated[Expert, "-t", "--task-expert"],
+    language_expert: Annotated[Expert, "-l", "--language-expert"],
     base_model: Expert | None = None,
     num_layers: Count | None = None,
-    per: Literal["layer", "module"] | None = None,
-    margin: Annotated[float, "M"] | None = None,
-    tie: Annotated[float, "T"] | None = None,
     task_texts: Place | None = None,
     language_texts: Place | None = None,
     limit: Count = 200,
-    form: Literal["zones", "modules"] | None = None,
+    form: Literal["zones", "modules"] = "zones",
     device: Device = "auto",
     out_path: Annotated[str, EntryPath(), "-o", "--out-path", "FILE"] | None = None,
     overwrite: bool = False,
@@ -200,22 +194,16 @@ def suggest_command(
 
     A layer goes to the language expert if it holds a larger share of that expert's change than of the task expert's.
     Change is measured by the size of ΔW or, with texts of both sides, by how much it changes the base's predictions.
-    With --expert, you can pass any number of experts: the one with the largest ΔW owns a layer, and experts close to it
-    are blended.
 
     Args:
         task_expert: The expert whose middle layers to keep.
         language_expert: The expert for the outer layers.
-        experts: Instead of -t and -l: two or more experts of any role. An expert owns what its ΔW dominates.
         base_model: The base model. Required for texts.
         num_layers: Number of the base's layers, if you do not name it.
-        per: With --expert: assign whole layers, or attention and MLP separately.  [default: layer]
-        margin: With --expert: an owner's ΔW is larger by this share, otherwise experts are blended.  [default: 0.15]
-        tie: With --expert, instead of --margin: blend experts whose ‖ΔW‖/‖W‖ differ by at most T.
         task_texts: Texts of the task: .jsonl, or one text per line.
         language_texts: Texts in the language, without the task.
         limit: Texts to read from each file.
-        form: Propose bottom and top layers, or an owner for each layer's attention and MLP.  [default: zones]
+        form: Propose bottom and top layers, or an owner for each layer's attention and MLP.
         device: auto, cpu, cuda, cuda:N, mps; for texts.
         out_path: Write the proposal as a recipe for compose.
         dry_run: Check everything, but measure nothing.
@@ -224,30 +212,6 @@ def suggest_command(
         adapterswap suggest -t experts/math -l experts/swahili
         adapterswap suggest -t experts/math -l experts/swahili -o suggested.yaml
     """
-    base = ["--base-model", base_model] if base_model else []
-    if experts:
-        if task_expert or language_expert or task_texts or language_texts or form:
-            raise click.UsageError("--expert cannot be combined with -t, -l, texts or --form.")
-        from adapterswap.experiments.analysis.dominance import suggest_owners
-
-        named = named_experts(experts)
-        if not dry_run:
-            note("measuring the experts' weights")
-        proposal = suggest_owners(
-            named, base_model=base_model, num_layers=num_layers, per=per or "layer", margin=margin, tie=tie,
-            out_path=out_path, overwrite=overwrite, dry_run=dry_run, bars=progress_bar,
-        )  # fmt: skip
-        if proposal is None:
-            print_json({"dry_run": True, "experts": list(named)}) if as_json else echo(" and ".join(named))
-            note_dry_run("measured")
-            return
-        print_json(proposal.as_json()) if as_json else _print_owners(proposal, named, base)
-        if out_path is not None:
-            note_output(out_path)
-        return
-    if task_expert is None or language_expert is None:
-        raise click.UsageError("Pass --task-expert and --language-expert, or --expert at least twice.")
-    only_with("--expert", experts, "per", "margin", "tie")
     if (task_texts is None) != (language_texts is None):
         raise click.UsageError("Pass both --task-texts and --language-texts, or neither.")
     if task_texts is not None and base_model is None:
@@ -264,35 +228,18 @@ def suggest_command(
     note("measuring the experts' weights" if task_texts is None else "measuring the experts on texts")
     suggestion = suggest(
         task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
-        language_texts=language_texts, limit=limit, form=form or "zones", device=device, out_path=out_path,
+        language_texts=language_texts, limit=limit, form=form, device=device, out_path=out_path,
         overwrite=overwrite, bars=progress_bar,
     )  # fmt: skip
     if as_json:
         print_json(suggestion.as_json())
     else:
+        base = ["--base-model", base_model] if base_model else []
         _print_suggestion(suggestion, ["adapterswap", "compose", "-t", task_expert, "-l", language_expert, *base])
     if out_path is not None:
         note_output(out_path)
     elif suggestion.form == "modules":
         note("pass -o recipe.yaml to write a recipe for adapterswap compose")
-
-
-def _print_owners(proposal: Dominance, experts: dict[str, str], base: list[str]) -> None:
-    """Print the sizes, and the command that composes the rules."""
-    labels = ["layer", *(["kind"] if proposal.per == "module" else [])]
-    rows = [
-        [*(row[label] for label in labels), *(f"{row[name]:.4g}" for name in proposal.sizes)]
-        for row in proposal.as_json()["sizes"]
-    ]
-    heads = ["module" if label == "kind" else label for label in labels]
-    print_rows(*heads, *proposal.sizes, rows=rows, left=len(labels))
-    echo("sizes are ‖ΔW‖ / ‖W‖" if proposal.relative else "sizes are ‖ΔW‖")
-    words = [word for name, place in experts.items() for word in ("--expert", f"{name}={place}")]
-    words += [word for rule in proposal.rules for word in ("--rule", rule.text)]
-    echo(shlex.join(["adapterswap", "compose", *words, *base, "-o", "composed"]))
-    note("a proposal from weights only may be worse than the paper's default: evaluate both")
-    for name in proposal.unused:
-        note(f"{name} owns no layer and is in no blend, so no rule names it")
 
 
 def _print_texts(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:

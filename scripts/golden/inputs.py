@@ -73,7 +73,6 @@ CALLS = {  # functions that work like this
     "diff": "'experts/math', 'experts/swahili'",
     "analyze": "{'math': 'experts/math', 'swahili': 'experts/swahili'}",
     "suggest": "'experts/math', 'experts/swahili'",
-    "suggest_owners": "{'math': 'experts/math', 'swahili': 'experts/swahili'}",
     "convert": "'experts/dora', 'new'",
     "extract": "'full/math', 'org/base', 'new'",
     "merge": "asw.soup('experts/math', 'experts/swahili'), out_path='new', base_model='org/base'",

@@ -68,12 +68,10 @@ class Changes:
 
     def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
         """‖ΔW‖ of each layer, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
-        return {layer: size for (layer, _), size in self.sizes(relative=relative).items()}
-
-    def sizes(self, *, per_kind: bool = False, relative: bool = False) -> dict[Block, float]:
-        """`layer_norms` by block: of whole layers, or of each layer's attention and MLP."""
-        squares = self.squares(per_kind=per_kind)
-        return {block: math.sqrt(of / own if relative else of) for block, (of, own) in squares.items()}
+        norms: dict[int, float] = {}
+        for (layer, _), (changed, own) in self.squares(per_kind=False).items():
+            norms[layer] = math.sqrt(changed / own) if relative else math.sqrt(changed)
+        return norms
 
     def squares(self, *, per_kind: bool) -> dict[Block, tuple[float, float]]:
         """‖ΔW‖² and ‖W‖² of each block; ‖W‖ of an unknown base is 0."""

@@ -85,6 +85,15 @@ def test_rows_and_norms_match_the_dense_matrices(
             assert change.norm == near(np.linalg.norm(truth[name]), scale=stored.norm().item())
             assert change.base_norm == near(stored.norm().item())
 
+    # The same norms together: ‖ΔW‖ / ‖W‖ over the matrices of each layer.
+    of_layer = {layer: [change for change in low_rank.modules if change.matrix.layer == layer] for layer in range(6)}
+    relative = low_rank.layer_norms(relative=True)
+    for layer, changes_there in of_layer.items():
+        names = [change.matrix.name for change in changes_there]
+        changed = np.linalg.norm([np.linalg.norm(truth[name]) for name in names])
+        whole = np.linalg.norm([weights[f"{name}.weight"].double().norm().item() for name in names])
+        assert relative[layer] == near(changed / whole, scale=1.0)
+
 
 SMALL = {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
 TEXT = transformers.LlamaConfig(

@@ -235,6 +235,8 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
         result = run("suggest", *experts, *arguments)
         assert result.exit_code == code, result.output
         assert message in result.stderr
+    assert run("suggest", "-t", math).exit_code == 2
+    assert run("suggest", "-l", math).exit_code == 2
     dry = run("suggest", *experts, "--dry-run", "--json", "-o", tmp_path / "absent.yaml")
     assert json.loads(dry.stdout)["dry_run"] is True
     assert not (tmp_path / "absent.yaml").exists()
@@ -243,20 +245,17 @@ def test_mistakes_are_refused(run: Callable[..., Result], math: Path, swahili: P
     assert f"folder {tmp_path / 'absent'} does not exist" in astray.stderr
 
 
-@pytest.mark.parametrize("owners", [False, True])
 def test_a_recipe_in_another_folder_names_the_same_experts(
-    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: bool
+    run: Callable[..., Result], math: Path, swahili: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not others that lie there under the same path: paths in a recipe are relative to its folder."""
     for name, source, decoy in (("math", math, swahili), ("swahili", swahili, math)):
         shutil.copytree(source, tmp_path / "experts" / name)
         shutil.copytree(decoy, tmp_path / "recipes" / "experts" / name)
     monkeypatch.chdir(tmp_path)
-    named = ["--expert", "math=experts/math", "--expert", "swahili=experts/swahili"]
-    options = named if owners else ["-t", "experts/math", "-l", "experts/swahili"]
     contents = []
     for folder in ("recipes", "."):
-        result = run("suggest", *options, "-o", f"{folder}/proposal.yaml")
+        result = run("suggest", "-t", "experts/math", "-l", "experts/swahili", "-o", f"{folder}/proposal.yaml")
         assert result.exit_code == 0, result.output
         out = f"composed-from-{Path(folder).name or 'here'}"
         result = run("compose", f"{folder}/proposal.yaml", "-o", out)

@@ -25,11 +25,11 @@ BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "methods_lab.py"
 def test_every_method_has_a_budget() -> None:
     choices = loaded(BENCHMARK).CHOICES
     methods = [name for name, method in BUILT_IN.items() if method.as_composition]
-    assert list(choices) == [*methods, "dominance"]
+    assert list(choices) == methods
     for name, configurations in choices.items():
         assert 1 <= len(configurations) <= 8
         assert len({str(fields) for fields in configurations}) == len(configurations)
-        for fields in configurations if name != "dominance" else ():
+        for fields in configurations:
             Composition(method=name, language=["a", "b"] if name == "adamergex" else "a", **fields)
 
 
@@ -45,12 +45,12 @@ def test_a_small_seed(tmp_path: Path) -> None:
     lab = loaded(BENCHMARK)
     lab.ZONES[2:], lab.SCALES[2:], lab.TRAININGS[:] = [], [], [{"learning_rate": 1e-3, "max_steps": 2}]
     scene = replace(SCENES["gap"], math_rows=640, language_rows=320)
-    arguments = (scene, ["adamergex", "dominance"], tmp_path, {"development": 40, "test": 80, "english": 20}, 0)
+    arguments = (scene, ["adamergex"], tmp_path, {"development": 40, "test": 80, "english": 20}, 0)
     result = lab.compare_seed(*arguments)
     lab.make_models = None
     assert lab.compare_seed(*arguments) == result  # a finished seed is read
     rows, place = result["rows"], tmp_path / "seed-0"
-    assert list(rows) == ["layer_swap", "adamergex", "dominance", *lab.CONTROLS]
+    assert list(rows) == ["layer_swap", "adamergex", *lab.CONTROLS]
     for row in rows.values():
         assert row["development"][row["chosen"]["all"]] == max(row["development"])
         assert set(row["xx"]) == {str(number) for number in row["chosen"].values()}
