@@ -21,6 +21,7 @@ from adapterswap.kit.errors import (
     FieldError,
     OutputError,
     Problems,
+    and_more,
     reason_of,
 )
 
@@ -36,6 +37,19 @@ from adapterswap.kit.errors import (
 )
 def test_a_librarys_error_is_one_short_line(message: str, expected: str) -> None:
     assert reason_of(ValueError(message)) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "at_most", "expected"),
+    [
+        (["a"], 1, "a"),
+        (["a", "b"], 1, "a and 1 more"),
+        (["a", "b"], 2, "a, b"),
+        (["a", "b", "c", "d"], 2, "a, b and 2 more"),
+    ],
+)
+def test_the_rest_of_many_names_is_counted(names: list[str], at_most: int, expected: str) -> None:
+    assert and_more(names, at_most) == expected
 
 
 @pytest.mark.parametrize(

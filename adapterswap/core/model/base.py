@@ -474,8 +474,10 @@ class Base(Mapping[str, Weight]):
 
     def parameter_shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a parameter as the model holds it; None if it has none of this name."""
-        parameter = dict(self._model.named_parameters(remove_duplicate=False)).get(name)
-        return None if parameter is None else tuple(parameter.shape)
+        try:
+            return tuple(self._model.get_parameter(name).shape)
+        except AttributeError:
+            return None
 
     def find_parameter(self, name: str, container: str | None) -> str | None:
         """The canonical name of a parameter, by that of its module; see `find`."""

@@ -356,6 +356,14 @@ def test_a_processors_other_template_is_kept(save: Callable[..., Path], tmp_path
     assert read_templates(out) == templates
 
 
+def test_settings_without_their_template_are_as_transformers_writes_them(save: Callable[..., Path]) -> None:
+    plain, folder = save("plain"), save("one")
+    put(folder, "text", CHATML)
+    write_templates({"default": PLAIN}, folder)
+    settings = "tokenizer_config.json"
+    assert (folder / settings).read_bytes() == (plain / settings).read_bytes()
+
+
 @pytest.mark.parametrize("listed", [[{"name": "../x", "template": "a"}], [{"template": "a"}], ["a"], 3])
 def test_templates_without_a_name_are_refused(save: Callable[..., Path], listed: Any) -> None:
     folder = edited(save("one"), lambda content: content.update(chat_template=listed), "tokenizer_config.json")

@@ -65,6 +65,7 @@ def test_a_whole_model_is_written(tmp_path: Path, make_recipe: MakeRecipe, pico:
     assert checkpoint.config == base.config
     numbers = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(pico("llama")).parameters())
     assert expected.trainable_parameters == report.trainable_parameters == numbers == expected.base_parameters
+    assert expected.memory["base"] == 4 * numbers
     assert expected.memory["training"] == 3 * 4 * numbers
     tokenizer = AutoTokenizer.from_pretrained(report.path)
     assert tokenizer("w1 w2")["input_ids"] == word_tokenizer()("w1 w2")["input_ids"]

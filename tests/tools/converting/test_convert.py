@@ -128,6 +128,7 @@ def test_the_error_matches_pefts_conversion(base: Callable[[str], Path], tmp_pat
     error = float((deltas[worst.name] - ours).norm() / deltas[worst.name].norm())
     assert worst.error == pytest.approx(error, rel=1e-3)
     assert result.relative_error <= worst.error
+    assert "converted from LOHA to rsLoRA of rank 4: " in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_bound_on_the_error(base: Callable[[str], Path], tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_pickled_adapter(math: Path, run: Callable[..., Result], tmp_path: Pat
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     assert run("verify", tmp_path / "out", "--expert", f"pickled={folder}").exit_code == 0
-    assert "pickled" in (tmp_path / "out" / "README.md").read_text()
+    assert "converted from a pickled file (adapter_model.bin)" in (tmp_path / "out" / "README.md").read_text()
     torch.save({"a": torch.ones(2)}, folder / "adapter_model.bin")
     assert run("verify", tmp_path / "out", "--expert", f"pickled={folder}").exit_code == 1
 
