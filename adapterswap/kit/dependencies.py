@@ -39,8 +39,10 @@ def require(extra: str, *packages: str) -> None:
 def explained(error: ModuleNotFoundError) -> DependencyError | None:
     """The error for a missing package of an extra; None for any other module."""
     package = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-    return None if extra is None else _missing([package], extra)
+    for extra, packages in EXTRAS.items():
+        if package in packages:
+            return _missing([package], extra)
+    return None
 
 
 def _missing(packages: list[str], extra: str) -> DependencyError:

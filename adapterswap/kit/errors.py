@@ -16,17 +16,26 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 
 _MOST = 20  # problems in one error
-_ALIKE = 3  # of one expert with one remedy: a wrong config would otherwise repeat the same problem for every module
+_ALIKE = 3  # problems of one expert with one remedy
 _LENGTH = 1000  # characters of one problem
 _REASON = 200  # characters of a library's error
 
 
 def printable(text: str) -> str:
     """`text` on one line: unprintable characters, such as newlines and escapes, are written as their codes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    if text.isprintable():
+        return text
+
+    characters = []
+    for character in text:
+        if character.isprintable():
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode("ascii"))
+    return "".join(characters)
 
 
 # What moves the cursor, changes colours or the direction of writing, or ends a line or a file; not a tab, a newline or
@@ -45,19 +54,25 @@ def visible(text: str) -> str:
 def reason_of(error: BaseException, most: int = _REASON) -> str:
     """A library's error in one line of at most this many characters."""
     reason = (" ".join(str(error).split()) or type(error).__name__).removesuffix(".")
-    return reason if len(reason) <= most else f"{reason[: most - 1]}…"
+    if len(reason) <= most:
+        return reason
+    return f"{reason[: most - 1]}…"
 
 
 def and_more(names: Sequence[str], at_most: int = 1) -> str:
     """The first names, and how many more there are."""
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return f"{', '.join(names[:at_most])}{more}"
+    first = ", ".join(names[:at_most])
+    if len(names) <= at_most:
+        return first
+    return f"{first} and {len(names) - at_most} more"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
     """The remedy for an unknown name: "Did you mean 'math'?" if a known name is similar, else `otherwise`."""
     near = difflib.get_close_matches(name, known, n=at_most)
-    return f"Did you mean {' or '.join(map(repr, near))}?" if near else otherwise
+    if not near:
+        return otherwise
+    return f"Did you mean {' or '.join(map(repr, near))}?"
 
 
 def check_type(value: object, expected: type | tuple[type, ...], parameter: str, remedy: str) -> None:
@@ -65,8 +80,9 @@ def check_type(value: object, expected: type | tuple[type, ...], parameter: str,
 
     A boolean counts as a number only where booleans are expected.
     """
-    boolean = isinstance(value, bool) and bool not in (expected if isinstance(expected, tuple) else (expected,))
-    if boolean or not isinstance(value, expected):
+    types = expected if isinstance(expected, tuple) else (expected,)
+    is_stray_boolean = isinstance(value, bool) and bool not in types
+    if is_stray_boolean or not isinstance(value, types):
         raise ArgumentError(f"`{parameter}` is of type {type(value).__name__}", remedy, parameter=parameter)
 
 
@@ -91,13 +107,17 @@ class AdapterswapError(Exception):
         parameter: str | None = None,
         omitted: int = 0,
     ) -> None:
-        self.problems: tuple[Problem, ...] = (
-            (Problem(message, remedy, parameter, type(self)),) if isinstance(message, str) else tuple(message)
-        )
+        self.problems: tuple[Problem, ...]
+        if isinstance(message, str):
+            self.problems = (Problem(message, remedy, parameter, type(self)),)
+        else:
+            self.problems = tuple(message)
+
         self.omitted = omitted
         if omitted:
             counted = "problem was" if omitted == 1 else "problems were"
             self.problems += (Problem(f"{omitted} more {counted} found", "Correct these first"),)
+
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[partial[AdapterswapError], tuple[tuple[Problem, ...]]]:
@@ -112,12 +132,16 @@ class AdapterswapError(Exception):
     @property
     def found(self) -> tuple[Problem, ...]:
         """The problems, without the last item if that only counts those omitted."""
-        return self.problems[: -1 if self.omitted else None]
+        if self.omitted:
+            return self.problems[:-1]
+        return self.problems
 
     def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
         """The same problems with another class or `parameter`, where only the caller knows the right one."""
-        changes = {**({"kind": kind} if kind else {}), **({"parameter": parameter} if parameter else {})}
-        problems = [replace(problem, **changes) for problem in self.found]  # type: ignore[arg-type]
+        problems = [
+            replace(problem, kind=kind or problem.kind, parameter=parameter or problem.parameter)
+            for problem in self.found
+        ]
         return (kind or type(self))(problems, omitted=self.omitted)
 
     def with_names(self, names: Mapping[str, str]) -> AdapterswapError:
@@ -253,7 +277,9 @@ class Problems:
 
     def as_error(self, kind: type[AdapterswapError] | None = None) -> AdapterswapError:
         """One error with all problems, of class `kind`; by default of the closest class that they have in common."""
-        return (kind or _common(problem.kind for problem in self._problems))(self._problems, omitted=self._omitted)
+        if kind is None:
+            kind = reduce(_closest, [problem.kind for problem in self._problems])
+        return kind(self._problems, omitted=self._omitted)
 
     def raise_if_any(self) -> None:
         if self._problems:
@@ -262,26 +288,24 @@ class Problems:
     def _keep(self, problem: Problem) -> None:
         if problem in self._problems:
             return
-        if len(self._problems) < _MOST and not self._is_repeated(problem):
+
+        # A wrong config has the same problem in every module. Fields of a recipe differ, so all of them are shown.
+        is_repeated = False
+        if issubclass(problem.kind, ExpertError | UnsupportedError):
+            alike = sum(_group(other) == _group(problem) for other in self._problems)
+            is_repeated = alike >= _ALIKE
+
+        if len(self._problems) < _MOST and not is_repeated:
             self._problems[problem] = None
         else:
             self._omitted += 1
 
-    def _is_repeated(self, problem: Problem) -> bool:
-        """Whether an expert's problem follows others with the same remedy; fields of a recipe are all shown."""
 
-        def group(each: Problem) -> tuple[type, str, str]:
-            return each.kind, each.remedy, each.message.partition(": ")[0]
-
-        expert = issubclass(problem.kind, ExpertError | UnsupportedError)
-        return expert and sum(group(other) == group(problem) for other in self._problems) >= _ALIKE
+def _group(problem: Problem) -> tuple[type, str, str]:
+    """What problems have in common that are alike: the class, the remedy, and the subject before the colon."""
+    return problem.kind, problem.remedy, problem.message.partition(": ")[0]
 
 
-def _common(kinds: Iterable[type[AdapterswapError]]) -> type[AdapterswapError]:
-    """The closest class that all `kinds` share."""
-    first, *others = kinds
-    return next(
-        base
-        for base in first.__mro__
-        if issubclass(base, AdapterswapError) and all(issubclass(kind, base) for kind in others)
-    )
+def _closest(one: type[AdapterswapError], other: type[AdapterswapError]) -> type[AdapterswapError]:
+    """The closest class that two errors share."""
+    return next(base for base in one.__mro__ if issubclass(base, AdapterswapError) and issubclass(other, base))

@@ -33,8 +33,12 @@ class HubFailure:
             errors.RepositoryNotFoundError: "there is no such repository, or it is private",
             errors.RevisionNotFoundError: "the repository has no such revision",
         }
-        ours = (reason for kind, reason in reasons.items() if isinstance(self.error, kind))
-        return next(ours, _UNREACHABLE if self._is_unreachable else reason_of(self.error))
+        for kind, reason in reasons.items():
+            if isinstance(self.error, kind):
+                return reason
+        if self._is_unreachable:
+            return _UNREACHABLE
+        return reason_of(self.error)
 
     def remedy(
         self,
@@ -48,7 +52,9 @@ class HubFailure:
 
         if constants.HF_HUB_OFFLINE:
             return offline
-        return unreachable if self._is_unreachable else online
+        if self._is_unreachable:
+            return unreachable
+        return online
 
     @property
     def _is_unreachable(self) -> bool:

@@ -17,7 +17,6 @@ from adapterswap.kit.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rich.console import Console
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
@@ -27,25 +26,26 @@ LINE_EVERY_S = 10.0
 _TERMINALS = {"FORCE_COLOR", "TTY_COMPATIBLE"}  # environment variables
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
-
-
 def duration(seconds: float) -> str:
     """A number of seconds in words: `40 s`, `3 min 20 s`, `3.4 h`."""
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} h"
     minutes, rest = divmod(round(seconds), 60)
-    return " ".join([f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (rest > 0 or not minutes))
+    if not minutes:
+        return f"{rest} s"
+    if not rest:
+        return f"{minutes} min"
+    return f"{minutes} min {rest} s"
 
 
 def rate_text(per_second: float) -> str:
     """A rate per second, minute or hour, in the first unit that makes it 1 or more: `3.2/s`, `14/min`, `2.5/h`."""
     for factor, unit in ((1, "s"), (60, "min")):
-        if per_second * factor >= 1:
-            return f"{per_second * factor:,.{0 if per_second * factor >= 10 else 1}f}/{unit}"
+        rate = per_second * factor
+        if rate >= 10:
+            return f"{rate:,.0f}/{unit}"
+        if rate >= 1:
+            return f"{rate:.1f}/{unit}"
     return f"{per_second * 3600:.1f}/h"
 
 
@@ -88,10 +88,13 @@ class ProgressRow:
             note: a text that is shown after the numbers.
             part: the share of the current one that is done, from 0 to 1, for the time left.
         """
-        self._part = part
-        self.done, self.total = done, self.total if total is None else total
-        self.name = self.name if name is None else printable(name)
-        self.note = self.note if note is None else note
+        self.done, self._part = done, part
+        if total is not None:
+            self.total = total
+        if name is not None:
+            self.name = printable(name)
+        if note is not None:
+            self.note = note
         self._owner._changed(self)
 
     def rate_of(self, amount: float) -> float:
@@ -106,26 +109,39 @@ class ProgressRow:
     @property
     def pace(self) -> str:
         """The rate, the time left and the note, where known."""
-        took, steps = time.monotonic() - self._since, self.done - self._first + self._part
+        took = time.monotonic() - self._since
+        steps = self.done - self._first + self._part
         parts = []
+
         if not self._steady:
-            parts += [f"{duration(took)} so far"] if self.done != self.total else []
+            if self.done != self.total:
+                parts.append(f"{duration(took)} so far")
             if self.total and self.total / 5 <= steps < self.total:
                 parts.append(f"about {duration((self.total - self.done) * took / steps)} left")
         elif steps > 0 and took > 0:
             parts.append(rate_text(steps / took))
             if self.total is not None and self.total > self.done:
                 parts.append(f"{duration((self.total - self.done - self._part) * took / steps)} left")
-        return ", ".join([*parts, *([self.note] if self.note else [])])
+
+        if self.note:
+            parts.append(self.note)
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         """The line for a log."""
         if self.total is None and self.done == 0:
             return f"{self.name}: {duration(time.monotonic() - self._since)} so far"
-        count = f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
         if self.total and not self._steady:
             count = f"{self.done / self.total:.0%}"
-        return f"{self.name}: {count}" + (f", {self.pace}" if self.pace else "")
+        elif self.total is not None:
+            count = f"{self.done:,} of {self.total:,}"
+        else:
+            count = f"{self.done:,}"
+
+        pace = self.pace
+        if not pace:
+            return f"{self.name}: {count}"
+        return f"{self.name}: {count}, {pace}"
 
 
 class Progress:
@@ -151,11 +167,19 @@ class Progress:
     def __enter__(self) -> Self:
         if not self._shown or self._stream is None:  # a process may have no standard error
             return self
+
         # rich treats these as a terminal too. Importing it takes as long as a small composition, so logs do without it.
-        if (self._stream.isatty() or _TERMINALS & os.environ.keys()) and (console := _console()).is_terminal:
+        console = None
+        if self._stream.isatty() or _TERMINALS & os.environ.keys():
+            from rich.console import Console
+
+            console = Console(stderr=True)
+
+        if console is not None and console.is_terminal:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-            name, pace = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[pace]}"))
+            name = TextColumn("{task.description}", markup=False)
+            pace = TextColumn("{task.fields[pace]}", markup=False)
             columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), pace)
             self._bars = Progress(*columns, console=console, transient=True)
             self._bars.start()
@@ -198,11 +222,17 @@ class Progress:
 
     def _write_if_due(self) -> None:
         with self._lock:
+            if self._line_every is not None:
+                wait = self._line_every
+            elif self._started:
+                wait = LINE_EVERY_S
+            else:
+                wait = min(LINE_EVERY_S, FIRST_LINE_S)
+
             now = time.monotonic()
-            every = LINE_EVERY_S if self._line_every is None else self._line_every
-            wait = min(every, FIRST_LINE_S) if self._line_every is None and not self._started else every
             if now - self._last < wait or not self._rows:
                 return
+
             self._last, self._started = now, True
             with contextlib.suppress(OSError, ValueError):  # the stream may be closed by now
                 self._stream.write("; ".join(map(str, self._rows)) + "\n")

@@ -114,11 +114,12 @@ class Style:
     def inches(self, value: str | float) -> float:
         """The inches of a width: `3.25in`, `8.2cm`, `82mm`, `234pt` (TeX's points), `236bp`, or a number of inches."""
         remedy = "Pass a width such as 3.25in, 8.2cm or 234pt"
-        number_and_unit = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]*)\s*", str(value).lower())
-        unit = (number_and_unit[2] or "in") if number_and_unit else ""
-        if number_and_unit is None or unit not in _INCHES:
+        units = "|".join(_INCHES)
+        width = re.fullmatch(rf"\s*([0-9]*\.?[0-9]+)\s*({units})?\s*", str(value).lower())
+        if width is None:
             raise ArgumentError(f"{value!r} is not a width", remedy, parameter="column_width")
-        inches = float(number_and_unit[1]) * _INCHES[unit]
+
+        inches = float(width[1]) * _INCHES[width[2] or "in"]
         low, high = self.narrowest, self.widest
         if not low <= inches <= high:
             raise ArgumentError(
@@ -174,9 +175,15 @@ class Style:
     @staticmethod
     def readable_on(rgba: Sequence[float]) -> str:
         """Black or white, whichever is easier to read on the colour `rgba` (by WCAG's relative luminance)."""
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgba[:3]]
-        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-        return "black" if (luminance + 0.05) ** 2 > 1.05 * 0.05 else "white"
+        luminance = 0.0
+        for share, channel in zip((0.2126, 0.7152, 0.0722), rgba, strict=False):  # without the opacity
+            linear = channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+            luminance += share * linear
+
+        # The contrast with black is (L + 0.05) / 0.05, the one with white 1.05 / (L + 0.05).
+        if (luminance + 0.05) ** 2 > 1.05 * 0.05:
+            return "black"
+        return "white"
 
     def save(self, figure: Figure, folder: Path, name: str, formats: Sequence[str] = FORMATS) -> list[str]:
         """Write `name` in each format; returns the files' names."""
@@ -205,7 +212,13 @@ STYLE = Style()
 
 def shown(text: str) -> str:
     """`text` with characters that the fonts lack replaced by their codes, such as U+1234."""
-    return "".join(c if c.isascii() or _covered(ord(c)) else f"U+{ord(c):04X}" for c in printable(text))
+    characters = []
+    for character in printable(text):
+        if character.isascii() or _covered(ord(character)):
+            characters.append(character)
+        else:
+            characters.append(f"U+{ord(character):04X}")
+    return "".join(characters)
 
 
 @cache

@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from adapterswap.kit.errors import ExpertError, OutputError
+from adapterswap.kit.errors import ExpertError, OutputError, and_more
 from adapterswap.kit.files import locks
 from adapterswap.kit.files.hashes import fingerprint
 from adapterswap.kit.files.text import expand, read_small, write_json
@@ -40,19 +40,9 @@ _YOUNG_S = 60  # a younger folder may not have been locked yet
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
     """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left."""
-    _remove_abandoned()
-    # Windows keeps files that are still mapped.
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
-        folder = Path(place)
-        (folder / "files").mkdir()
-        with locks.locked(folder / _LOCK, locks.being_written(folder, "process")):
-            yield folder / "files"
-
-
-def _remove_abandoned() -> None:
-    """Remove this user's scratch folders whose lock nobody holds."""
     from filelock import FileLock, Timeout
 
+    # Those of this user whose lock nobody holds
     user = getattr(os, "geteuid", lambda: 0)()
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
         with suppress(OSError, Timeout):
@@ -60,6 +50,13 @@ def _remove_abandoned() -> None:
             if owner == user and time.time() - lock.lstat().st_mtime > _YOUNG_S:
                 with FileLock(lock, timeout=0):
                     shutil.rmtree(lock.parent)
+
+    # Windows keeps files that are still mapped.
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
+        folder = Path(place)
+        (folder / "files").mkdir()
+        with locks.locked(folder / _LOCK, locks.being_written(folder, "process")):
+            yield folder / "files"
 
 
 CARD = "README.md"
@@ -100,6 +97,7 @@ class FileKind:
         """
         target, inputs = expand(target), tuple(inputs)
         self.check(target, overwrite=overwrite, inputs=inputs)
+
         place = Path(os.path.realpath(target))
         with _os_errors(target), _alone(place, target), replacing(place, _temporary(place)) as building:
             yield building
@@ -119,6 +117,7 @@ class FileKind:
                 raise OutputError(
                     f"{target} is a device or a pipe, not a file", "Choose another path", parameter="out_path"
                 )
+
             _check_inputs(target, inputs)
             if target.exists() and not self.wrote(target):
                 raise OutputError(
@@ -126,6 +125,7 @@ class FileKind:
                     f"Move it away or choose another path: {_SAME_KIND}",
                     parameter="out_path",
                 )
+
             if not target.parent.is_dir():
                 raise OutputError(
                     f"{target} cannot be written: the folder {target.parent} does not exist",
@@ -175,6 +175,7 @@ class OutputKind:
         """
         target, inputs = expand(target), tuple(inputs)
         self.check(target, overwrite=overwrite, inputs=inputs)
+
         place = Path(os.path.realpath(target))
         with _os_errors(target), _parents(place.parent), _alone(place, target):
             self.check(target, overwrite=overwrite, inputs=inputs)  # again: a folder may have been restored
@@ -182,6 +183,7 @@ class OutputKind:
             try:
                 building.mkdir()
                 yield building
+
                 if self.record is not None:
                     _add_list(building, self.record)
                 sync(building, whole=True)
@@ -223,10 +225,10 @@ class OutputKind:
 
     def refuse_strangers(self, target: Path) -> None:
         """Raise an `OutputError` that names the files in the folder `target` that no command of this kind wrote."""
-        if foreign_paths := self.strangers(target):
-            more = f" and {len(foreign_paths) - _SHOWN} more" if len(foreign_paths) > _SHOWN else ""
+        foreign_paths = self.strangers(target)
+        if foreign_paths:
             raise OutputError(
-                f"{target} contains files that this command did not write: {', '.join(foreign_paths[:_SHOWN])}{more}",
+                f"{target} contains files that this command did not write: {and_more(foreign_paths, _SHOWN)}",
                 f"Move them away or choose another path: {_SAME_KIND}",
                 parameter="out_path",
             )
@@ -246,11 +248,13 @@ class OutputKind:
         def look(place: Path, within: tuple[str, ...], matching: list[tuple[str, ...]]) -> None:
             with os.scandir(place) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
+
             for entry in entries:
                 path = (*within, entry.name)
-                fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
                 is_folder = entry.is_dir(follow_symlinks=False)
+                fitting = [name for name in matching if fnmatchcase(entry.name, name[len(within)])]
                 deeper = [name for name in fitting if len(name) > len(path)]
+
                 if is_folder and any(name[len(path)] == "**" for name in deeper):
                     continue
                 if is_folder and deeper:
@@ -263,24 +267,32 @@ class OutputKind:
                     printed.append("/".join(path))
 
         look(folder, (), expected)
-        changed = (name for name, now in self.prints_of(folder, printed).items() if prints[name] != now)
-        return [*foreign_paths, *(f"{name} (changed since)" for name in changed)]
+        for name, now in self.prints_of(folder, printed).items():
+            if prints[name] != now:
+                foreign_paths.append(f"{name} (changed since)")
+        return foreign_paths
 
     def _known_files(self, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
         """The paths, or patterns of paths, that a command of this kind wrote into `folder`, and the fingerprints
         according to its record."""
         if self.record is None:
             return self.names(), {}
+
         try:
             record = json.loads(read_small(folder / self.record, "", limit=_MAX_RECORD))
         except (ExpertError, ValueError, RecursionError):
             return (), {}
         if not isinstance(record, dict) or not self.is_ours(record):
             return (), {}
-        listed, prints = record.get(self.LIST), record.get(self.PRINTS)
-        if isinstance(listed, list) and all(isinstance(name, str) for name in listed):
-            return [glob.escape(name) for name in listed], prints if isinstance(prints, dict) else {}
-        return self.names(), {}
+
+        listed = record.get(self.LIST)
+        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            return self.names(), {}
+
+        prints = record.get(self.PRINTS)
+        if not isinstance(prints, dict):
+            prints = {}
+        return [glob.escape(name) for name in listed], prints
 
     @staticmethod
     def prints_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -304,16 +316,21 @@ def _check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
             other names that do not exist locally are skipped.
     """
     place = Path(os.path.realpath(target))
-    if any(_contains(place, Path(os.path.realpath(folder))) for folder in (os.curdir, os.path.expanduser("~"))):
-        raise OutputError(
-            f"{target} contains your home folder or the current folder",
-            "Choose a folder inside it",
-            parameter="out_path",
-        )
+    for folder in (os.curdir, os.path.expanduser("~")):
+        if _contains(place, Path(os.path.realpath(folder))):
+            raise OutputError(
+                f"{target} contains your home folder or the current folder",
+                "Choose a folder inside it",
+                parameter="out_path",
+            )
+
     for given_input in inputs:
-        source = None if given_input is None else expand(given_input)
-        if source is None or not os.path.exists(source):
+        if given_input is None:
             continue
+        source = expand(given_input)
+        if not os.path.exists(source):
+            continue
+
         for location in _locations(source):
             if _contains(place, location) or _contains(location, place):
                 raise OutputError(
@@ -326,11 +343,15 @@ def _check_inputs(target: Path, inputs: Iterable[str | Path | None]) -> None:
 def _locations(source: Path) -> Iterator[Path]:
     """Every place that is read with `source`: its own path, and the targets of its links and of those in it."""
     yield Path(os.path.realpath(source.parent)) / source.name
+
     real = Path(os.path.realpath(source))
     yield real
+
     if real.is_dir():
         with suppress(OSError):  # a folder that cannot be listed cannot be read either
-            yield from (Path(os.path.realpath(entry)) for entry in real.iterdir() if entry.is_symlink())
+            for entry in real.iterdir():
+                if entry.is_symlink():
+                    yield Path(os.path.realpath(entry))
 
 
 def _contains(folder: Path, path: Path) -> bool:
@@ -366,12 +387,11 @@ def _add_list(folder: Path, record: str) -> None:
 
     names.sort()
     content = json.loads((folder / record).read_bytes())
+    content[OutputKind.LIST] = names
     prints = OutputKind.prints_of(folder, names)
-    write_json(
-        folder / record,
-        {**content, OutputKind.LIST: names, **({OutputKind.PRINTS: prints} if prints else {})},
-        allow_nan=True,
-    )
+    if prints:
+        content[OutputKind.PRINTS] = prints
+    write_json(folder / record, content, allow_nan=True)
 
 
 def sync(path: str | Path, *, whole: bool = False) -> None:
@@ -382,8 +402,10 @@ def sync(path: str | Path, *, whole: bool = False) -> None:
     if whole:
         for place, folders, files in os.walk(path, topdown=False):
             for name in (*files, *folders):
-                if not os.path.islink(inner := os.path.join(place, name)):
+                inner = os.path.join(place, name)
+                if not os.path.islink(inner):
                     sync(inner)
+
     if _WINDOWS and os.path.isdir(path):
         return
     descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
@@ -487,16 +509,21 @@ def _recover(place: Path) -> None:
     """Clean up after a killed writer: restore the folder that it had moved aside, and remove the rest."""
     temporary_name = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{12}}(?P<old>\.old)?\.tmp")
     for leftover in sorted(place.parent.iterdir()):
-        if match := temporary_name.fullmatch(leftover.name):
-            if match["old"] and (not place.exists() or _is_empty(place)):
+        match = temporary_name.fullmatch(leftover.name)
+        if match is None:
+            continue
+
+        if match["old"]:
+            if not place.exists() or _is_empty(place):
                 leftover.rename(place)
                 continue
-            if match["old"]:  # a folder that is half removed must not look like one that was moved aside
-                leftover = leftover.rename(_temporary(place))
-            if leftover.is_dir() and not leftover.is_symlink():
-                shutil.rmtree(leftover, ignore_errors=True)
-            else:
-                leftover.unlink(missing_ok=True)
+            # A folder that is half removed must not look like one that was moved aside.
+            leftover = leftover.rename(_temporary(place))
+
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> None:
@@ -550,20 +577,27 @@ def _os_errors(target: Path) -> Iterator[None]:
         raise OutputError(
             f"{str(target)!r} cannot be the name of a file: {error.reason}", "Choose another path", parameter="out_path"
         ) from None
+
     try:
         yield
     except _AfterwardsError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise OutputError(
-            f"{target} is complete, but {error.what}: {reason}", error.remedy, parameter="out_path"
+            f"{target} is complete, but {error.what}: {_reason(error)}", error.remedy, parameter="out_path"
         ) from error
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else str(error)
-        name = str(error.filename or "")
-        detail = f" (at {name})" if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name else ""
+        # Users know the output's own name, and no temporary one.
+        reason, name = _reason(error), str(error.filename or "")
+        if name and not name.endswith((str(target), ".lock")) and ".tmp" not in name:
+            reason = f"{reason} (at {name})"
         raise OutputError(
-            f"{target} cannot be written: {reason}{detail}", _remedy(error.errno, target), parameter="out_path"
+            f"{target} cannot be written: {reason}", _remedy(error.errno, target), parameter="out_path"
         ) from error
+
+
+def _reason(error: OSError) -> str:
+    if error.errno:
+        return os.strerror(error.errno).lower()
+    return str(error)
 
 
 def _remedy(number: int | None, target: Path) -> str:

@@ -28,6 +28,7 @@ def fingerprint(path: Path, *, most: int = _MOST, block: int = _BLOCK) -> str:
     """
     size, blocks = path.stat().st_size, most // block
     digest = hashlib.sha256(str(size).encode())
+
     with path.open("rb") as file:
         if size <= most:
             digest.update(file.read())

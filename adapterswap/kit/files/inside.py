@@ -30,11 +30,19 @@ def files_inside(folder: Path, patterns: Iterable[str], *, kind: type[Adapterswa
     Raises:
         AdapterswapError: one is a pipe, a device, or a link that leads to a folder or out of this one.
     """
-    matching = {path for pattern in patterns for path in folder.glob(pattern)}
-    paths = {path for path in matching if path.is_symlink() or not path.is_dir()}
-    files = sorted(path for path in paths if path.suffix not in _CODE)
+    matching: set[Path] = set()
+    for pattern in patterns:
+        matching.update(folder.glob(pattern))
+
+    files = []
+    for path in sorted(matching):
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder and path.suffix not in _CODE:
+            files.append(path)
+
     for path in files:
-        if (file := open_inside(folder, path.relative_to(folder).as_posix(), kind=kind)) is not None:
+        file = open_inside(folder, path.relative_to(folder).as_posix(), kind=kind)
+        if file is not None:
             file.close()
     return files
 

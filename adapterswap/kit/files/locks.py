@@ -85,8 +85,12 @@ def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFi
         lock.acquire()
         return lock, path
     except Timeout:
+        # Where no file can be made, as in /proc, filelock reports a timeout. Making another one, since a rival may hold
+        # `path` by now, raises the OSError that says why.
         if not path.exists():
-            _check_folder(path)
+            probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")
+            probe.touch()
+            probe.unlink(missing_ok=True)
         raise busy from None
     except OSError as error:
         # The failed attempt leaves an empty file. One that was there before may be a rival's.
@@ -104,14 +108,3 @@ def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFi
         reason = f"If no process is writing there, because its machine failed, remove {marker}"
         problems = [replace(problem, remedy=f"{problem.remedy}. {reason}") for problem in busy.found]
         raise type(busy)(problems) from None
-
-
-def _check_folder(path: Path) -> None:
-    """Raise the OSError that making a file beside `path` causes.
-
-    Where no file can be made, as in /proc, filelock reports a timeout. The name is a new one, since a rival may hold
-    `path` by now.
-    """
-    probe = path.with_suffix(f".{uuid.uuid4().hex[:12]}.tmp")
-    probe.touch()
-    probe.unlink(missing_ok=True)

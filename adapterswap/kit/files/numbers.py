@@ -75,7 +75,10 @@ _MOVING = threading.Lock()  # a system without positioned access moves the posit
 def read_at(file: int, into: memoryview, offset: int) -> int:
     """Fill a buffer with the bytes at `offset` of an open file; returns how many there were before the file's end."""
     bytes_read = 0
-    while bytes_read < len(into) and (count := _read_some(file, into[bytes_read:], offset + bytes_read)):
+    while bytes_read < len(into):
+        count = _read_some(file, into[bytes_read:], offset + bytes_read)
+        if not count:
+            break
         bytes_read += count
     return bytes_read
 

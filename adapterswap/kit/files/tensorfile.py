@@ -116,7 +116,9 @@ class TensorFile:
         """
         blob = Path(os.path.realpath(self.path))
         is_cached = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
-        return blob.name if is_cached and _SHA256.fullmatch(blob.name) else None
+        if not is_cached or not _SHA256.fullmatch(blob.name):
+            return None
+        return blob.name
 
     @staticmethod
     def read(path: str | Path) -> TensorFile:
@@ -128,25 +130,37 @@ class TensorFile:
                 size = file_stat.st_size
                 prefix = file.read(8)
                 check_pointer(prefix + file.peek(100), path)
+                if len(prefix) < 8:
+                    raise ExpertError(f"{path} is {size} bytes long, but it has no header", _REMEDY)
+
                 length = int.from_bytes(prefix, "little")
-                if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER):
-                    announced = f"its header claims {length} bytes" if len(prefix) == 8 else "it has no header"
-                    raise ExpertError(f"{path} is {size} bytes long, but {announced}", _REMEDY)
+                if length > min(size - 8, _MAX_HEADER):
+                    raise ExpertError(f"{path} is {size} bytes long, but its header claims {length} bytes", _REMEDY)
                 raw = file.read(length)
             except OSError as error:
                 raise ExpertError(f"{path} cannot be read: {error.strerror}", "Check the disk") from None
+
         try:
             with safe_open(path, "np") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
                 specs = [(name, view.get_dtype(), tuple(view.get_shape())) for name, view in slices.items()]
         except (SafetensorError, OSError) as error:
             raise ExpertError(f"{path} ({size} bytes) is not a valid safetensors file: {error}", _REMEDY) from None
+
         tensors: dict[str, Tensor] = {}
         position = data_start = 8 + length
-        _check(specs, path)
         for name, dtype, shape in specs:
-            tensors[name] = Tensor(name, dtype, shape, position, position + Dtype.BYTES[dtype] * prod(shape))
-            position = tensors[name].stop
+            # The library accepts these.
+            if not name.isprintable() or len(name) > _MAX_NAME:
+                raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
+            if dtype not in Dtype.BYTES:
+                raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
+            if len(shape) > 8 or max(shape, default=0) >= 2**63:
+                raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)
+
+            stop = position + Dtype.BYTES[dtype] * prod(shape)
+            tensors[name] = Tensor(name, dtype, shape, position, stop)
+            position = stop
         return TensorFile(path, tensors, data_start, size, prefix + raw, stamp(file_stat))
 
 
@@ -155,17 +169,6 @@ def _check_stamp(file: BufferedReader, source: TensorFile) -> None:
         raise ExpertError(
             f"{source.path} has changed since it was opened", "Run the command again once the file is complete"
         )
-
-
-def _check(specs: Iterable[tuple[str, str, tuple[int, ...]]], path: Path) -> None:
-    """Refuse what the library accepts but we do not."""
-    for name, dtype, shape in specs:
-        if not name.isprintable() or len(name) > _MAX_NAME:
-            raise ExpertError(f"{path}: {shown(name)} is not the name of a tensor", _REMEDY)
-        if dtype not in Dtype.BYTES:
-            raise ExpertError(f"{path}: {name!r} has the unknown dtype {shown(dtype)}", _REMEDY)
-        if len(shape) > 8 or max(shape, default=0) >= 2**63:
-            raise ExpertError(f"{path}: {name!r} has the impossible shape {shown(list(shape))}", _REMEDY)
 
 
 _AGAIN = "The file changed while it was read. Run the command again"

@@ -47,7 +47,9 @@ _FORMULAS = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # the last four are the wide 
 def csv_text(name: str) -> str:
     """A name as a cell of a CSV file: quoted if a spreadsheet would read it as a formula, also after spaces."""
     text = visible(name)
-    return f"'{text}" if text.strip().startswith(_FORMULAS) or text[:1] in ("\t", "\n") else text
+    if text.strip().startswith(_FORMULAS) or text[:1] in ("\t", "\n"):
+        return f"'{text}"
+    return text
 
 
 def expand(path: str | Path) -> Path:
@@ -72,6 +74,7 @@ def open_regular(path: Path, remedy: str, *, kind: type[AdapterswapError] = Expe
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise kind(f"{path} cannot be read: {reason}", remedy) from None
+
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise kind(f"{path} is not a regular file", remedy)
@@ -87,6 +90,7 @@ def read_small(
             content = file.read(limit + 1)
         except OSError as error:
             raise kind(f"{path} cannot be read: {error.strerror}", remedy) from None
+
     check_pointer(content, path, kind=kind)
     if len(content) > limit:
         raise kind(f"{path} is larger than {limit:,} bytes, the most that is read from such a file", remedy)
@@ -140,29 +144,24 @@ def parse_json(raw: bytes, where: str, remedy: str, *, kind: type[AdapterswapErr
     """
     if raw.count(b"[") + raw.count(b"{") > _MAX_CONTAINERS:  # counted before they take up memory
         raise kind(f"{where} contains more than {_MAX_CONTAINERS:,} lists and objects", remedy)
+
     try:
         content = loads(raw.decode("utf-8"))
     except ValueError as error:
         raise kind(f"{where} is not JSON in UTF-8: {str(error)[:200]}", remedy) from None
     if not isinstance(content, dict):
         raise kind(f"{where} is not a JSON object", remedy)
-    if _is_deep(content):
+
+    # Level by level, since a recursive function could exhaust the stack
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        children: list[Any] = []
+        for value in level:
+            children += value.values() if isinstance(value, dict) else value
+        level = [child for child in children if isinstance(child, dict | list)]
+    if level:
         raise kind(f"{where} is nested more than {_MAX_DEPTH} levels deep", remedy)
     return content
-
-
-def _is_deep(content: Any) -> bool:
-    level = [content]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            child
-            for value in level
-            for child in (value.values() if isinstance(value, dict) else value)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def loads(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
@@ -201,8 +200,10 @@ def csv_rows(lines: Iterable[str], separator: str = ",") -> Iterator[dict[str, s
     reader = csv.reader(lines, delimiter=separator, strict=True)
     try:
         header = next(reader, [])
-        if twice := [name for place, name in enumerate(header) if name in header[:place]]:
-            raise ValueError(f"the header has the column {twice[0]!r} twice")
+        for place, name in enumerate(header):
+            if name in header[:place]:
+                raise ValueError(f"the header has the column {name!r} twice")
+
         for cells in filter(None, reader):
             if len(cells) != len(header):
                 raise ValueError(f"line {reader.line_num} has {len(cells)} fields, and the header {len(header)}")
@@ -232,13 +233,17 @@ def json_lines(
     """
     for number, line in enumerate(lines, 1):
         try:
-            text = (line if isinstance(line, str) else line.decode()).strip()
+            if isinstance(line, bytes):
+                line = line.decode()
+            text = line.strip()
             if not text:
                 continue
+
             value = loads(text, parse_constant)
             if not (any_value or isinstance(value, dict)):
                 raise ValueError(f"{shown(value)} is not an object with keys and values")
             made = make(value)
+
         except AdapterswapError as error:
             raise error.within(f"line {number}") from None
         except json.JSONDecodeError as error:

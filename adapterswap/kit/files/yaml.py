@@ -30,11 +30,13 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not os.path.exists(path):
         raise NotFoundError(f"{path} does not exist", "Pass the path of a recipe (YAML)", parameter="recipe")
+
     raw = read_small(path, "Pass the path of a recipe (YAML)", limit=_MAX_BYTES, kind=FieldError)
     try:
         content = parse_yaml(raw.decode("utf-8"))
     except ValueError as error:
         raise FieldError(f"{path} is not valid YAML: {error}", "Correct the file there") from None
+
     if content is None:
         raise FieldError(f"{path} is empty", "Write `key: value` lines")
     if not isinstance(content, dict):
@@ -51,8 +53,10 @@ def parse_yaml(text: str) -> Any:
 
 def dump_yaml(content: Any) -> str:
     """`content` as YAML, in the order of its keys."""
-    if (plain := _as_plain_lines(content)) is not None:
+    plain = _as_plain_lines(content)
+    if plain is not None:
         return plain
+
     from adapterswap.kit.files import yaml_text
 
     return yaml_text.dump_yaml(content)
@@ -70,32 +74,30 @@ def _as_plain_lines(content: Any) -> str | None:
     """
     if not isinstance(content, dict) or not content:
         return None
-    lists = {key: value if isinstance(value, list) else [value] for key, value in content.items()}
-    if (
-        not all(map(_is_word, [*content, *(word for words in lists.values() for word in words)]))
-        or [] in lists.values()
-    ):
-        return None
-    lines = (
-        f"{key}: {value}\n" if isinstance(value, str) else f"{key}:\n" + "".join(f"- {word}\n" for word in value)
-        for key, value in content.items()
-    )
-    return "".join(lines)
 
+    lines, words = [], [*content]
+    for key, value in content.items():
+        if isinstance(value, list) and value:
+            lines.append(f"{key}:")
+            lines += [f"- {word}" for word in value]
+            words += value
+        else:
+            lines.append(f"{key}: {value}")
+            words.append(value)
 
-def _is_word(value: Any) -> bool:
-    return isinstance(value, str) and _WORD.fullmatch(value) is not None and value.lower() not in _NO_TEXT
-
-
-def _folder() -> Path:
-    package = Path(__file__).parents[2]
-    installed = package / "shipped_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
+    for word in words:
+        if not isinstance(word, str) or not _WORD.fullmatch(word) or word.lower() in _NO_TEXT:
+            return None
+    return "\n".join(lines) + "\n"
 
 
 def shipped_recipes(kind: str = "") -> dict[str, Path]:
     """The shipped recipes as name → file; with `kind`, only those in that folder, such as `train`."""
-    folder = _folder()
+    package = Path(__file__).parents[2]
+    folder = package / "shipped_recipes"
+    if not folder.is_dir():  # a checkout
+        folder = package.parent / "recipes"
+
     recipes = sorted((folder / kind).rglob("*.yaml"))
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
 
@@ -109,11 +111,13 @@ def find_recipe(reference: str | Path, kind: str = "") -> Path:
     path = expand(reference)
     if os.path.exists(path) and not path.is_dir():  # a pipe or a device is refused when it is read
         return path
+
     shipped = shipped_recipes(kind)
     if str(reference) in shipped:
         return shipped[str(reference)]
     if str(reference) in shipped_recipes():
         raise _other_kind(reference, str(reference).partition("/")[0], kind)
+
     remedy = f"Use a YAML file, or {_near_names(str(reference), kind)}"
     if os.path.exists(path / "adapter_config.json"):
         if kind == "compose":
@@ -128,8 +132,9 @@ def _near_names(name: str, kind: str = "") -> str:
     import difflib
 
     near = difflib.get_close_matches(name, shipped_recipes(kind), n=3, cutoff=0.4)
-    examples = f", such as {', '.join(near)}" if near else ""
-    return f"a name that `adapterswap recipes ls` lists{examples}"
+    if not near:
+        return "a name that `adapterswap recipes ls` lists"
+    return f"a name that `adapterswap recipes ls` lists, such as {', '.join(near)}"
 
 
 _MAX_FRAGMENTS = 8  # fragments that extend fragments
@@ -192,13 +197,17 @@ class RecipeFile:
         kinds = [name for name, mark in MARKS.items() if mark in self.content]
         if len(kinds) == 1:
             return kinds[0]
+
+        remedy = ""
+        if not kinds:
+            remedies = [did_you_mean(key, MARKS.values(), "") for key in sorted(self.content)]
+            remedy = next(filter(None, remedies), "")
+
+        number = "several" if kinds else "none"
         marks = ", ".join(f"`{mark}` ({name})" for name, mark in MARKS.items())
-        remedies = (did_you_mean(key, MARKS.values(), "") for key in sorted(self.content) if not kinds)
-        fragment = "Pass a whole recipe; to check a fragment, check a recipe that extends it"
         raise FieldError(
-            f"{self.layers[-1].path} must have exactly one of these keys, "
-            f"but has {'several' if kinds else 'none'}: {marks}",
-            next(filter(None, remedies), fragment),
+            f"{self.layers[-1].path} must have exactly one of these keys, but has {number}: {marks}",
+            remedy or "Pass a whole recipe; to check a fragment, check a recipe that extends it",
             parameter="path",
         )
 
@@ -224,7 +233,10 @@ class RecipeFile:
 
 
 def _source_of(location: Location, layers: Sequence[Layer]) -> Path | None:
-    return next((layer.path for layer in reversed(layers) if _sets(layer.content, location)), None)
+    for layer in reversed(layers):
+        if _sets(layer.content, location):
+            return layer.path
+    return None
 
 
 def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
@@ -240,12 +252,14 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
             "Use fewer levels",
             parameter="extends",
         )
+
     content = load_yaml(path)
     problems = Problems(FieldError)
     for name in _take_names(content, path):
         with problems.collect():
             _collect(_find_fragment(name, path), (*chain, path), layers)
     problems.raise_if_any()
+
     if len(layers) == _MAX_FILES:
         raise FieldError(
             f"The recipe extends more than {_MAX_FILES} files: {route}", "Extend fewer files", parameter="extends"
@@ -256,7 +270,10 @@ def _collect(path: Path, chain: tuple[Path, ...], layers: list[Layer]) -> None:
 def _take_names(content: dict[str, Any], path: Path) -> list[str]:
     """The fragments that the recipe at `path` extends. Removes the `extends` key from `content`."""
     value = content.pop("extends", None)
-    names = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return []
+
+    names = value if isinstance(value, list) else [value]
     if not all(isinstance(name, str) and name for name in names):
         raise FieldError(
             f"{path}: extends is {shown(value)}, but must be a name or a list of names",
@@ -337,10 +354,12 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
             value = parse_yaml(text)
         except ValueError:
             value = text
+
         place: Any = content
         *parents, last = path.split(".")
         for step in parents:
             place = place.setdefault(step, {}) if isinstance(place, dict) else _item(place, step, override)
+
         if isinstance(place, dict):
             place[last] = value
         else:
@@ -382,12 +401,19 @@ def _other_kind(reference: str | Path, other: str, kind: str) -> FieldError:
 def _relocated(value: Any, steps: Sequence[str], location: tuple[int | str, ...], layers: Sequence[Layer]) -> Any:
     """`value` with the local paths at `steps` below it made relative to the recipe's folder."""
     if steps:
-        items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        moved = {
-            key: _relocated(item, steps[1:], (*location, key), layers) if steps[0] in ("*", key) else item
-            for key, item in items
-        }
-        return moved if isinstance(value, dict) else [*moved.values()] if isinstance(value, list) else value
+        moved: Any
+        if isinstance(value, dict):
+            moved, items = dict(value), list(value.items())
+        elif isinstance(value, list):
+            moved, items = list(value), list(enumerate(value))
+        else:
+            return value
+
+        for key, item in items:
+            if steps[0] in ("*", key):
+                moved[key] = _relocated(item, steps[1:], (*location, key), layers)
+        return moved
+
     recipe, source = layers[-1].path, _source_of(location, layers)
     if not isinstance(value, str) or source in (None, recipe) or not os.path.exists(source.parent / value):
         return value
@@ -398,7 +424,11 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     """The keys that `overrides` name, as a file would nest them."""
     nested: dict[Any, Any] = {}
     for override in overrides:
-        *parents, last = (int(step) if step.isdecimal() else step for step in override.partition("=")[0].split("."))
+        steps: list[int | str] = []
+        for step in override.partition("=")[0].split("."):
+            steps.append(int(step) if step.isdecimal() else step)
+
+        *parents, last = steps
         place = nested
         for step in parents:
             place = place.setdefault(step, {})

@@ -9,6 +9,7 @@ import io
 import re
 import warnings
 from collections.abc import Hashable
+from itertools import chain
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -46,10 +47,12 @@ class _Constructor(SafeConstructor):
             part, depth = stack.pop()
             if isinstance(part, ScalarNode):
                 continue
+
             inner = part.value
             if isinstance(part, MappingNode):
                 self._check_keys(part)
-                inner = [item for pair in inner for item in pair]
+                inner = list(chain.from_iterable(inner))
+
             count += len(inner)
             if count > _MAX_VALUES or (inner and depth == _MAX_DEPTH):
                 raise _refusal(f"it contains more than {_MAX_VALUES} values or {_MAX_DEPTH} levels", part)
