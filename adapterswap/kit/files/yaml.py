@@ -425,8 +425,8 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
     nested: dict[Any, Any] = {}
     for override in overrides:
         steps: list[int | str] = []
-        for step in override.partition("=")[0].split("."):
-            steps.append(int(step) if step.isdecimal() else step)
+        for text in override.partition("=")[0].split("."):
+            steps.append(int(text) if text.isdecimal() else text)
 
         *parents, last = steps
         place = nested
