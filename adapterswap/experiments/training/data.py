@@ -61,19 +61,22 @@ def draw_rows(
 
     Columns `for_chat` hold lists and objects for a chat template.
     """
-    rows_read = 0
     drawn: dict[str, list[Any]] = {column: [] for column in columns}
+    shuffled = iter(stream.shuffle(seed=seed, buffer_size=_BUFFER))
+    rows_read = rows_drawn = 0
 
-    def rows() -> Iterator[Mapping[str, Any]]:
-        nonlocal rows_read
-        for row in stream.shuffle(seed=seed, buffer_size=_BUFFER):
-            rows_read += 1
-            if all(row.get(column) in values for column, values in allowed.items()):
-                yield row
+    # A stream may be endless, or slow: no row is read after the last one that is wanted.
+    while rows_drawn < samples:
+        row = next(shuffled, None)
+        if row is None:
+            break
+        rows_read += 1
 
-    for _, row in zip(range(samples), rows(), strict=False):
-        for column, values in drawn.items():
-            values.append(row.get(column))
+        if all(row.get(column) in values for column, values in allowed.items()):
+            rows_drawn += 1
+            for column, cells in drawn.items():
+                cells.append(row.get(column))
+
     return _as_dataset(drawn, for_chat), rows_read
 
 
@@ -114,12 +117,19 @@ def load_table(
 
     With the template that renders them, `chat`, the columns that it reads are loaded too.
     """
-    counts = SourceCounts(_display_name(source))
+    # Local files without a name of their own (`path: json`) are called by their own names.
+    name = source.path
+    if _is_kind(source.path) and source.data_files:
+        files = _as_list(source.data_files)
+        name = ", ".join(file if "://" in file else Path(file).name for file in files)
+
+    counts = SourceCounts(name)
     table = _load(source, folder, counts)
     if source.streaming:
         table = _draw(source, table, counts, chat, seed=seed)
         counts.kept = len(table)
         return table, counts
+
     counts.read = len(table)
     if not len(table):
         raise DataError(
@@ -130,6 +140,7 @@ def load_table(
     _check_columns(source, table.column_names)
     columns = _columns_to_read(source, table.column_names, chat)
     counts.unread += [name for name in table.column_names if name not in columns]
+
     if source.filter:
         table = _filter(source, table)
     if source.samples is not None and source.samples < len(table):
@@ -144,26 +155,27 @@ def _is_kind(path: str) -> bool:
     return f".{path}" in _BUILDERS
 
 
-def _display_name(source: DatasetSource) -> str:
-    """The name of a source for messages."""
-    if _is_kind(source.path) and source.data_files:
-        return ", ".join(name if "://" in name else Path(name).name for name in _as_list(source.data_files))
-    return source.path
-
-
 def _columns_to_read(source: DatasetSource, columns: Sequence[str], chat: ChatTemplate | None) -> list[str]:
     """The columns of a table that the recipe names, and those that the template reads."""
-    named = [name for _, name in _named_columns(source)]
-    return list(dict.fromkeys([*named, *(template_columns(columns, chat) if chat is not None else ())]))
+    names = [name for _, name in _named_columns(source)]
+    if chat is not None:
+        names += template_columns(columns, chat)
+    return list(dict.fromkeys(names))
 
 
 def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, chat: ChatTemplate | None, *, seed: int) -> Any:
     """`samples` rows of a stream, as a datasets.Dataset."""
 
     def draw() -> tuple[Any, int]:
-        columns = stream.column_names or list(dict.fromkeys(key for row in stream.take(_BATCH) for key in row))
-        if columns:  # else there are no rows
+        # A stream that does not know its columns has those of its first rows; without rows there are none to check.
+        seen: dict[str, None] = dict.fromkeys(stream.column_names or ())
+        if not seen:
+            for row in stream.take(_BATCH):
+                seen |= dict.fromkeys(row)
+        columns = list(seen)
+        if columns:
             _check_columns(source, columns)
+
         allowed_values = {column: _values(allowed) for column, allowed in source.filter.items()}
         read = _columns_to_read(source, columns, chat)
         counts.unread += [name for name in columns if name not in read]
@@ -185,13 +197,22 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     """The split of `source` as a datasets.Dataset, or as a datasets.IterableDataset if it is streamed."""
     import datasets
 
-    local, names = (folder / expand(source.path)).resolve(), _as_list(source.data_files or [])
-    if _is_kind(source.path) and names and not any("://" in name for name in names) and not local.exists():
+    # With `path: json` and the like, the files are named from the recipe's folder.
+    local = (folder / expand(source.path)).resolve()
+    names = _as_list(source.data_files or [])
+    in_recipe_folder = bool(names) and not any("://" in name for name in names)
+    if _is_kind(source.path) and in_recipe_folder and not local.exists():
         local = folder.resolve()
+
     if local.is_file() or (local.is_dir() and names):
-        files = [local] if local.is_file() else [file for name in names for file in _matching(local, name)]
+        files = [local]
+        if not local.is_file():
+            files = []
+            for name in names:
+                files += _matching(local, name)
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source))
+
     if local.is_dir():
         raise DataError(
             f"The dataset {source.path} is a folder", "Name its files in `data_files`", parameter="datasets"
@@ -202,9 +223,15 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
             "Correct the path; it is relative to the recipe's folder",
             parameter="datasets",
         )
-    named = {key: getattr(source, key) for key in ("name", "data_files", "data_dir", "revision")}
-    arguments = {key: value for key, value in named.items() if value is not None}
-    arguments |= {"streaming": True} if source.streaming else {}
+
+    # Neither a file nor a folder: an id on the Hub.
+    arguments: dict[str, Any] = {}
+    for key in ("name", "data_files", "data_dir", "revision"):
+        value = getattr(source, key)
+        if value is not None:
+            arguments[key] = value
+    if source.streaming:
+        arguments["streaming"] = True
     return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
 
 
@@ -213,20 +240,25 @@ def _matching(folder: Path, name: str) -> list[Path]:
     path = folder / expand(name)
     if path.exists() or not glob.has_magic(name):
         return [path]
-    return [Path(found) for found in sorted(glob.glob(str(path), recursive=True))] or [path]
+    matches = sorted(glob.glob(str(path), recursive=True))
+    return [Path(match) for match in matches] or [path]
 
 
 def _read(files: Sequence[Path], source: DatasetSource) -> Any:
     """The rows of local files of one kind."""
     import datasets
 
-    kind, split, names = _kind_of(files), source.split, [str(file) for file in files]
+    kind = _kind_of(files)
+    split = source.split
+    names = [str(file) for file in files]
+
     if kind == "parquet":
         if source.streaming:
             return datasets.load_dataset(kind, data_files=names, split=split, streaming=True)
         # A temporary cache, removed once the rows are in memory: the user's own cache is for downloads.
         with scratch_folder("rows") as cache:
             return datasets.load_dataset(kind, data_files=names, split=split, cache_dir=str(cache), keep_in_memory=True)
+
     if not source.streaming:
         return _table(names, split, source)
     if split != "train":
@@ -244,7 +276,8 @@ def _rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         with open(name, encoding="utf-8-sig", newline="") as file:
             try:
                 separator = SEPARATORS.get(Path(name).suffix)
-                yield from _json_rows(file) if separator is None else csv_rows(file, separator)
+                rows = _json_rows(file) if separator is None else csv_rows(file, separator)
+                yield from rows
             except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
@@ -266,18 +299,29 @@ def _table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
     """The rows of files as a datasets.Dataset; columns that nothing reads are empty."""
     import datasets
 
-    columns: dict[str, list[Any]] = {}
-    named, number = _named_columns(source), 0
+    named = _named_columns(source)
     needed = {*(name for _, name in named), *TEMPLATE_COLUMNS}
+
+    columns: dict[str, list[Any]] = {}
+    number = 0
     for row in _rows(names):
-        columns |= {key: [None] * number for key in row if key not in columns}
+        # A column that begins in a later row has no values in those before it.
+        for key in row:
+            if key not in columns:
+                columns[key] = [None] * number
         for key, values in columns.items():
             values.append(row.get(key) if key in needed else None)
         number += 1
-    compared = {name for key, name in named if key == "filter"} - {name for key, name in named if key != "filter"}
-    table = _as_dataset(columns, (source.messages, *TEMPLATE_COLUMNS), compared)
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({"train": number})
-    return table.select([row for part in parts for row in range(part.from_, part.to)])
+
+    filtered = {name for key, name in named if key == "filter"}
+    rendered = {name for key, name in named if key != "filter"}
+    table = _as_dataset(columns, (source.messages, *TEMPLATE_COLUMNS), filtered - rendered)
+
+    # The split may name parts, such as `train[:10%]+train[50:]`.
+    rows: list[int] = []
+    for part in datasets.ReadInstruction.from_spec(split).to_absolute({"train": number}):
+        rows += range(part.from_, part.to)
+    return table.select(rows)
 
 
 def _as_dataset(
@@ -291,14 +335,20 @@ def _as_dataset(
     import datasets
 
     alike = {}
-    for name, cells in columns.items():
-        values = [store_value(cell) for cell in cells] if name in for_chat else cells
+    for name, values in columns.items():
+        if name in for_chat:
+            values = [store_value(value) for value in values]
+
         kinds = {type(value) for value in values if value is not None}
         huge = int in kinds and any(type(value) is int and abs(value) >= 2**63 for value in values)
         mixed = len(kinds) > 1 and not (name in compared and kinds == {int, float})
         if mixed and not kinds <= {str, int, float, bool}:
             raise ValueError(f"the column {name!r} mixes {' and '.join(sorted(kind.__name__ for kind in kinds))}")
-        alike[name] = [None if value is None else str(value) for value in values] if huge or mixed else values
+
+        if huge or mixed:
+            values = [None if value is None else str(value) for value in values]
+        alike[name] = values
+
     try:
         return datasets.Dataset.from_dict(alike)
     except (TypeError, OverflowError) as error:  # pyarrow's, of lists and objects with values of several types
@@ -320,6 +370,10 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
             parameter="datasets",
         ) from None
     except (ValueError, RuntimeError, OSError, KeyError, datasets.exceptions.DatasetsError) as error:
+        # Of a failure while a table was made, the library's own error only says that there was one.
+        cause: BaseException = error
+        if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__:
+            cause = error.__cause__
         remedy = "Check `split`, `name`, `data_files` and the files themselves"
         if "script" in str(error):
             remedy = (
@@ -327,19 +381,14 @@ def _attempt(source: DatasetSource, load: Callable[[], Any]) -> Any:
                 f"and data_files: hf://datasets/{source.path}/…, or use a converted revision"
             )
         raise DataError(
-            f"The dataset {source.path} cannot be loaded: {reason_of(_cause_of(error))}", remedy, parameter="datasets"
+            f"The dataset {source.path} cannot be loaded: {reason_of(cause)}", remedy, parameter="datasets"
         ) from None
 
 
-def _cause_of(error: BaseException) -> BaseException:
-    """What went wrong while `datasets` made a table, which its own error does not say."""
-    import datasets
-
-    return (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
-
-
 def _kind_of(files: Sequence[Path]) -> str:
-    problems, builders = Problems(DataError), set()
+    """The one kind of these files, by their suffixes; raises if one is missing, empty or of another kind."""
+    problems = Problems(DataError)
+    builders = set()
     for file in files:
         if not file.is_file():
             problems.add(
@@ -358,6 +407,7 @@ def _kind_of(files: Sequence[Path]) -> str:
             )
         else:
             builders.add(_BUILDERS[file.suffix])
+
     if len(builders) > 1:
         problems.add(
             f"The dataset's files have different formats: {', '.join(sorted(builders))}",
@@ -383,10 +433,15 @@ def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
 
 def _named_columns(source: DatasetSource) -> list[tuple[str, str]]:
     """Each key of the recipe that names a column, and the column."""
-    templates = [(key, getattr(source, key)) for key in ("prompt", "completion", "text")]
-    named = [(key, name) for key, template in templates if template for name in Template(template).fields]
+    named = []
+    for key in ("prompt", "completion", "text"):
+        template = getattr(source, key)
+        if template:
+            named += [(key, name) for name in Template(template).fields]
     named += [("filter", name) for name in source.filter]
-    return named + ([("messages", source.messages)] if source.messages else [])
+    if source.messages:
+        named.append(("messages", source.messages))
+    return named
 
 
 def _filter(source: DatasetSource, table: Any) -> Any:
@@ -403,15 +458,22 @@ def _filter(source: DatasetSource, table: Any) -> Any:
                 "Filter another column",
                 parameter="datasets",
             )
+
         # A source may have millions of rows, but few distinct values in this column.
-        distinct, values = cells.unique().to_pylist(), _values(allowed)
+        distinct = cells.unique().to_pylist()
         for value in _as_list(allowed):
             if _values(value).isdisjoint(distinct):
                 raise _no_row(source, column, [value], distinct)
+
+        values = _values(allowed)
         matching = pyarrow.array([value for value in distinct if value in values], cells.type)
-        before, keep = keep, keep & np.asarray(pyarrow.compute.is_in(cells, value_set=matching))
+        kept_before = keep
+        keep = keep & np.asarray(pyarrow.compute.is_in(cells, value_set=matching))
         if not keep.any():
-            raise _no_row(source, column, _as_list(allowed), cells.filter(pyarrow.array(before)).unique().to_pylist())
+            # The filters before this one kept rows, and these are the values in them.
+            left = cells.filter(pyarrow.array(kept_before)).unique().to_pylist()
+            raise _no_row(source, column, _as_list(allowed), left)
+
     return table.select(np.flatnonzero(keep))
 
 
@@ -426,8 +488,13 @@ def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iter
 
 def _values(allowed: Any) -> set[Any]:
     """The allowed values, also as text: a number in the recipe may be text in a file, and YAML reads `no` as false."""
-    words = {word for value in _as_list(allowed) if isinstance(value, bool) for word in _WORDS[value]}
-    return {*_as_list(allowed), *map(str, _as_list(allowed)), *words, *map(str.title, words), *map(str.upper, words)}
+    values: set[Any] = set()
+    for value in _as_list(allowed):
+        values |= {value, str(value)}
+        if isinstance(value, bool):
+            for word in _WORDS[value]:
+                values |= {word, word.title(), word.upper()}
+    return values
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -472,17 +539,21 @@ def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCoun
 
     def keeps(row: Row) -> bool:
         reason = screen.judge(read_text(row), is_task=source.side == "task")
+        if reason is None:
+            return True
+
+        # Math of the language side is dropped; for text of an evaluation, `reason` is the evaluation's name.
         if reason == MATH:
             counts.math += 1
-        elif reason is not None and screen.refuses:
+        elif screen.refuses:
             raise DataError(
                 f"A row shares 13 words in a row, or a whole line, with {reason}: {shown(read_text(row))}",
                 "Remove such rows from the data, or set hygiene.on_overlap: drop",
                 parameter="datasets",
             )
-        elif reason is not None:
+        else:
             counts.overlap[reason] = counts.overlap.get(reason, 0) + 1
-        return reason is None
+        return False
 
     return keeps
 
@@ -490,16 +561,17 @@ def _row_filter(source: DatasetSource, screen: Screen | None, counts: SourceCoun
 def _examples(
     table: Any, render: Renderer, keeps: Callable[[Row], bool], counts: SourceCounts, unread: Mapping[str, None]
 ) -> Iterator[Example]:
+    """The rows of a table that are not empty and that are kept, rendered. At the end, `counts` are complete."""
     for start in range(0, len(table), _BATCH):
         batch = table[start : start + _BATCH]
-        names = list(batch)
         for offset, values in enumerate(zip(*batch.values(), strict=True)):
-            row = dict(zip(names, values, strict=True))
+            row = dict(zip(batch, values, strict=True))
             try:
                 example = render(row)
                 is_kept = example is not None and keeps(row)
             except DataError as error:
                 raise error.within(f"the dataset {counts.source}, row {start + offset} of those kept") from None
+
             if example is None:
                 counts.empty += 1
             elif is_kept:
@@ -507,6 +579,8 @@ def _examples(
                     count, first = counts.remarks.get(remark, (0, shown_part))
                     counts.remarks[remark] = count + 1, first
                 yield example
+
+    # The renderer learns which keys the template does not read while it renders.
     counts.unread += unread
 
 
@@ -531,15 +605,25 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
     """Load, tokenise, shuffle and split the recipe's rows."""
     joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
-    used_rows = _drawn(sides, recipe.samples_per_side, chance)
+
+    # The rows to use: `samples_per_side` of each side, drawn at random, or all. Then each group is shuffled.
+    used_rows = np.arange(len(sides))
+    if recipe.samples_per_side is not None:
+        drawn = [
+            chance.permutation(np.flatnonzero(sides == side))[: recipe.samples_per_side] for side in np.unique(sides)
+        ]
+        used_rows = np.sort(np.concatenate(drawn))
     groups = [chance.permutation(group) for group in _groups(sides, used_rows, recipe)]
-    validation, held_out = recipe.validation, None
+
+    # Validation rows: from datasets of their own, or the first ones of each group.
+    validation = recipe.validation
+    held_out = None
     if validation and validation.datasets:
         held_out, held_out_sides, _, _ = _tokens(validation.datasets, recipe, base)
         if recipe.simultaneous:
-            equal = _groups(held_out_sides, np.arange(len(held_out)), recipe)
-            share = min(map(len, equal))
-            held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in equal]))
+            both = _groups(held_out_sides, np.arange(len(held_out)), recipe)
+            share = min(map(len, both))
+            held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in both]))
     elif validation:
         total = validation.rows or max(1, round((validation.fraction or 0) * len(used_rows)))
         share = math.ceil(total / len(groups))  # of each side as many
@@ -552,7 +636,9 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
             )
         held_out = joined.take(np.concatenate([group[:share] for group in groups]))
         groups = [group[share:] for group in groups]
+
     train = joined.take(np.concatenate(groups))
+    nothing_before = train.trained[train.starts[:-1]]  # first tokens of rows, which nothing predicts
     rows = RowCounts(
         sources=[asdict(source) for source in sources],
         train=len(train),
@@ -569,34 +655,28 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
         longest=counts.longest,
         date=counts.date,
         tokens=len(train.ids),
-        trained_tokens=int(train.trained.sum() - train.trained[train.starts[:-1]].sum()),  # nothing predicts a first
+        trained_tokens=int(train.trained.sum() - nothing_before.sum()),
         sha256=train.sha256(),
     )
     return Data(train, tuple(map(len, groups)), held_out, rows)
 
 
-def _drawn(sides: NDArray[np.str_], most: int | None, chance: np.random.Generator) -> NDArray[np.int64]:
-    """The indices of the rows to use: `most` of each side, drawn at random, or all if it is None."""
-    if most is None:
-        return np.arange(len(sides))
-    drawn = [chance.permutation(np.flatnonzero(sides == side))[:most] for side in np.unique(sides)]
-    return np.sort(np.concatenate(drawn))
-
-
 def _groups(sides: NDArray[np.str_], used_rows: NDArray[np.int64], recipe: TrainRecipe) -> list[NDArray[np.int64]]:
     """The rows of `used_rows` by group: with `simultaneous` one group for each side, else a single group."""
-    return [used_rows[sides[used_rows] == side] for side in SIDES] if recipe.simultaneous else [used_rows]
+    if not recipe.simultaneous:
+        return [used_rows]
+    return [used_rows[sides[used_rows] == side] for side in SIDES]
 
 
 def _tokens(
     datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: OpenedBase
-) -> tuple[Tokens, NDArray[np.str_], list[Any], TokenCounts]:
+) -> tuple[Tokens, NDArray[np.str_], list[SourceCounts], TokenCounts]:
     """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
     options = recipe.training
-    parts, sources, total = [], [], TokenCounts()
-    ends = end_tokens(base)
-    day = None if recipe.date is None else datetime.date.fromisoformat(recipe.date)
-    chat = ChatTemplate(base.tokenizer, date=day) if base.tokenizer.chat_template else None
+    chat = None
+    if base.tokenizer.chat_template:
+        day = None if recipe.date is None else datetime.date.fromisoformat(recipe.date)
+        chat = ChatTemplate(base.tokenizer, date=day)
     loaded = load_rows(
         datasets,
         recipe.folder,
@@ -606,15 +686,22 @@ def _tokens(
         separator=recipe.separator,
         screen=Screen(recipe.hygiene, recipe.folder) if recipe.hygiene else None,
     )
+
+    # Reading is lazy: a source's rows are read, rendered and tokenised here, one source after the other.
+    ends = end_tokens(base)
+    parts, sources, total = [], [], TokenCounts()
     for source, examples in loaded:
         part, counts = tokenize(
             examples, base.tokenizer, max_length=options.max_length, split_long=options.split_long, ends=ends
         )
         if not len(part):
-            _nothing_left(source, counts, options.max_length)
+            raise _nothing_left(source, counts, options.max_length)
         parts.append(part)
         sources.append(source)
         total = total + counts
+    if chat and chat.asked_date:
+        total = replace(total, date=chat.today.isoformat())
+
     joined = Tokens.join(parts)
     vocabulary = base.config.get_text_config().vocab_size
     if joined.ids.max() >= vocabulary:
@@ -625,30 +712,36 @@ def _tokens(
             parameter="base_model",
         )
     sides = np.repeat([source.side or "" for source in datasets], [len(part) for part in parts])
-    return joined, sides, sources, replace(total, date=chat.today.isoformat() if chat and chat.asked_date else None)
+    return joined, sides, sources, total
 
 
 def end_tokens(base: OpenedBase) -> frozenset[int]:
     """The tokens at which the model stops: the tokenizer's, and those of its generation settings."""
     chosen = base.generation_config().eos_token_id
-    return frozenset([base.tokenizer.eos_token_id, *([chosen] if isinstance(chosen, int) else chosen or ())])
+    if isinstance(chosen, int):
+        chosen = [chosen]
+    return frozenset([base.tokenizer.eos_token_id, *(chosen or ())])
 
 
-def _nothing_left(source: Any, counts: TokenCounts, max_length: int) -> None:
+def _nothing_left(source: SourceCounts, counts: TokenCounts, max_length: int) -> DataError:
+    """The error for a source of which no row can be trained on, by what took its rows."""
     if counts.cut_off:
-        raise DataError(
+        return DataError(
             f"The dataset {source.source}: max_length {max_length} cuts off the completion of all {counts.cut_off} "
             "rows",
             f"Raise training.max_length (the longest row has {counts.longest} tokens) or shorten the prompt",
             parameter="training.max_length",
         )
-    if screened := source.math + sum(source.overlap.values()):
-        raise DataError(
+
+    screened = source.math + sum(source.overlap.values())
+    if screened:
+        return DataError(
             f"The dataset {source.source}: hygiene drops {screened} of {source.kept} rows, and the rest are empty",
             "Choose a source without math and evaluation texts; if it is the task's own math, set `side: task`",
             parameter="datasets",
         )
-    raise DataError(
+
+    return DataError(
         f"The dataset {source.source}: all {source.kept} rows are empty",
         "Check the templates and the values in the columns",
         parameter="datasets",
