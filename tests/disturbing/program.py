@@ -442,7 +442,7 @@ def warm() -> None:
     from adapterswap.experiments.evaluation import stock_tasks
 
     torch.set_num_threads(1)
-    stock_tasks._harness_files()
+    stock_tasks._task_files(stock_tasks.harness_folder())
 
     shipped, build = TaskManager()._index, TaskIndex.build
 

@@ -11,6 +11,7 @@ effect of that part is KL(p_base ‖ p), summed over the tokens of the texts, in
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,10 +56,8 @@ class Importance:
 
     def of_layer(self, layer: int) -> tuple[float, float]:
         """(task, language): the shares of a whole layer."""
-        task, language = (
-            sum(share for (where, _), share in shares.items() if where == layer)
-            for shares in (self.task, self.language)
-        )
+        task = sum(share for (where, _), share in self.task.items() if where == layer)
+        language = sum(share for (where, _), share in self.language.items() if where == layer)
         return task, language
 
 
@@ -82,14 +81,18 @@ class Suggestion:
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain data, as `adapterswap suggest --json` prints it."""
-        layers = map(self.importance.of_layer, range(self.importance.num_layers))
+        layers = []
+        for layer in range(self.importance.num_layers):
+            task, language = self.importance.of_layer(layer)
+            layers.append({"task": task, "language": language})
+
         return {
             "form": self.form,
             "measured": self.importance.measured,
             "composition": self.composition,
-            "kept": dict(zip(("task", "language"), self.kept, strict=True)),
+            "kept": {"task": self.kept[0], "language": self.kept[1]},
             "reasons": list(self.reasons),
-            "layers": [dict(zip(("task", "language"), shares, strict=True)) for shares in layers],
+            "layers": layers,
         }
 
 
@@ -118,59 +121,78 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
     layers = importance.num_layers
     if layers < 2:
         raise UnsupportedError("The model has only one layer, so no layers can be swapped", "Use `method=soup`")
-    gains = [language - task for task, language in map(importance.of_layer, range(layers))]
-    zones = [(b, u) for b in range(layers) for u in range(layers - b) if 0 < b + u <= layers / 2]
-    # Break ties by the fewest layers taken from the task, then by the larger bottom.
-    bottom, top = max(zones, key=lambda z: (sum(gains[: z[0]]) + sum(gains[layers - z[1] :]), -sum(z), z[0]))
+
+    gains = []
+    for layer in range(layers):
+        task, language = importance.of_layer(layer)
+        gains.append(language - task)
+
+    # The zones with the largest gain; ties go to the fewest layers taken from the task, then to the larger bottom.
+    best = (-math.inf, 0, 0)
+    bottom = top = 0
+    for low in range(layers):
+        for high in range(layers - low):
+            if not 0 < low + high <= layers / 2:
+                continue
+            rank = (sum(gains[:low]) + sum(gains[layers - high :]), -(low + high), low)
+            if rank > best:
+                best = rank
+                bottom, top = low, high
+
     outer = {*range(bottom), *range(layers - top, layers)}
-    owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
-    reasons = [_reason(importance, outer)]
+    shares = [importance.of_layer(layer) for layer in sorted(outer)]
+    task = sum(share for share, _ in shares)
+    language = sum(share for _, share in shares)
+    held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
+    reasons = [
+        f"{held} {language:.0%} of the language expert's effect in the layers, "
+        f"and {task:.0%} of the task expert's, measured by {importance.measured}"
+    ]
     if sum(gains[layer] for layer in outer) <= 0:
         reasons.append("no outer layer matters more to the language than to the task; this takes the least harmful one")
     inside = [layer for layer in range(layers) if layer not in outer and gains[layer] > 0]
-    if inside:
-        one = len(inside) == 1
-        matter = f"layer {inside[0]} also matters" if one else f"layers {format_layers(inside)} also matter"
-        reach = f"only an owner for each module (--form modules) reaches {'it' if one else 'them'}"
-        reasons.append(f"{matter} more to the language but {'lies' if one else 'lie'} inside; {reach}")
+    if len(inside) == 1:
+        reasons.append(
+            f"layer {inside[0]} also matters more to the language but lies inside; only an owner for each module "
+            "(--form modules) reaches it"
+        )
+    elif inside:
+        reasons.append(
+            f"layers {format_layers(inside)} also matter more to the language but lie inside; only an owner for each "
+            "module (--form modules) reaches them"
+        )
+
+    owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
     chosen = {"bottom": bottom, "top": top}
     return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
 
 
 def _by_modules(importance: Importance) -> Suggestion:
+    """Each layer's attention and MLP go to the expert with the larger share."""
     blocks = sorted({*importance.task, *importance.language})
     owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
     if not owned or len(owned) == len(blocks):
         whose = "language" if owned else "task"
         raise ExpertError(f"Everything would go to the {whose} expert", "Check that the experts and their texts differ")
-    rules = []
+
+    # A rule for all layers of a kind that the language expert owns; the task expert owns what is left.
+    rules, reasons = [], []
     for kind in dict.fromkeys(kind for _, kind in blocks):
-        layers = [layer for layer, of in owned if of == kind]
+        layers = [layer for layer, own_kind in owned if own_kind == kind]
         if layers:
-            rules.append({"layers": format_layers(layers), "modules": kind, "expert": "language"})
+            text = format_layers(layers)
+            rules.append({"layers": text, "modules": kind, "expert": "language"})
+            reasons.append(f"{kind} of layers {text}: a larger share for the language than for the task")
     blend = {"layers": "none", "blend": {"task": 1, "language": 1}, "optional": True}
-    reasons = [
-        f"{rule['modules']} of layers {rule['layers']}: a larger share for the language than for the task"
-        for rule in rules
-    ]
     allocation = [*rules, blend, {"expert": "task"}]
     return Suggestion("modules", {"allocation": allocation}, _kept(importance, owned), tuple(reasons), importance)
 
 
 def _kept(importance: Importance, language_owns: set[Block]) -> tuple[float, float]:
+    """(task, language): the share of each expert that is in the blocks it owns."""
     task = sum(share for block, share in importance.task.items() if block not in language_owns)
     language = sum(share for block, share in importance.language.items() if block in language_owns)
     return task, language
-
-
-def _reason(importance: Importance, outer: set[int]) -> str:
-    shares = [importance.of_layer(layer) for layer in sorted(outer)]
-    task, language = (sum(share[side] for share in shares) for side in (0, 1))
-    held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
-    return (
-        f"{held} {language:.0%} of the language expert's effect in the layers, "
-        f"and {task:.0%} of the task expert's, measured by {importance.measured}"
-    )
 
 
 Expert = Adapter | str | Path
@@ -243,14 +265,18 @@ def suggest(
     )
     importance = _by_texts(plan, str(base_model), texts, device, bars) if texts else _by_weights(plan, bars)
     suggestion = choose_layers(importance, form=form)
-    if out_path is not None:
-        experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
-        content: dict[str, Any] = {"experts": {side: from_recipe(place, out_path) for side, place in experts.items()}}
-        content |= {} if base_model is None else {"base_model": from_recipe(str(base_model), out_path)}
-        text = PROPOSAL.start.decode() + "".join(f"# {reason}\n" for reason in suggestion.reasons)
-        text += dump_yaml(content | dict(suggestion.composition))
-        with PROPOSAL.file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
-            file.write_text(text, encoding="utf-8")
+    if out_path is None:
+        return suggestion
+
+    # The recipe: the reasons as comments, then what `compose` reads, with paths from the recipe's folder.
+    experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
+    content: dict[str, Any] = {"experts": {side: from_recipe(place, out_path) for side, place in experts.items()}}
+    if base_model is not None:
+        content["base_model"] = from_recipe(str(base_model), out_path)
+    content |= suggestion.composition
+    comments = "".join(f"# {reason}\n" for reason in suggestion.reasons)
+    with PROPOSAL.file(out_path, overwrite=overwrite, inputs=[*inputs, *plan.inputs]) as file:
+        file.write_text(PROPOSAL.start.decode() + comments + dump_yaml(content), encoding="utf-8")
     return suggestion
 
 
@@ -264,6 +290,8 @@ def prepare(
     if out_path is not None:
         PROPOSAL.check(out_path, overwrite=overwrite, inputs=inputs)
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
+
+    # Texts for both experts and a base, or neither.
     missing = [side for side, path in files.items() if path is None]
     if len(missing) == 1:
         raise ArgumentError(
@@ -275,6 +303,7 @@ def prepare(
         raise ArgumentError("Measuring texts needs a base model", "Pass `base_model`", parameter="base_model")
     if limit < 1:
         raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
+
     if BASE in (task_expert, language_expert):
         raise ArgumentError(
             f"`{BASE}` means the unchanged base model; suggest compares two experts",
@@ -285,8 +314,11 @@ def prepare(
     plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
     plan.check_adapter()
     plan.one_depth("`suggest`")
-    sides = {side: path for side, path in files.items() if path is not None}
-    texts = {side: read_texts(path, limit, parameter=f"{side}_texts") for side, path in sides.items()}
+
+    texts = {}
+    for side, path in files.items():
+        if path is not None:
+            texts[side] = read_texts(path, limit, parameter=f"{side}_texts")
     return Prepared(plan, texts, inputs)
 
 
@@ -294,7 +326,9 @@ def expert_place(expert: Expert) -> str:
     """The folder or Hub id from which an expert can be opened again."""
     if not isinstance(expert, Adapter):
         return str(expert)
-    return str(expert.source if expert.source.revision else expert.source.folder)
+    if expert.source.revision:
+        return str(expert.source)
+    return str(expert.source.folder)
 
 
 def from_recipe(place: str, recipe: str | Path) -> str:
@@ -307,21 +341,25 @@ def from_recipe(place: str, recipe: str | Path) -> str:
 
 
 def _by_weights(plan: Plan, bars: Bars) -> Importance:
+    """Shares of ‖ΔW‖² of the plan's two experts."""
+    changes = []
     with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
-        task, language = (
-            measure(adapter, name=name, progress=step, norms_only=True) for name, adapter in plan.experts.items()
-        )
+        for name, adapter in plan.experts.items():
+            changes.append(measure(adapter, name=name, progress=step, norms_only=True))
+    task, language = changes
     return importance_of_weights(task, language, plan.one_depth("`suggest`"))
 
 
 def _by_texts(plan: Plan, base_model: str, texts: dict[str, list[str]], device: str, bars: Bars) -> Importance:
+    """Shares of each expert's effect on its own texts."""
     from adapterswap.core import OpenedBase, choose_device
 
     target = choose_device(device)
     base = OpenedBase.open(base_model)
     model = load_experts(base.load_weights().to(target), plan).eval()
+
     sides = dict(zip(("task", "language"), plan.experts, strict=True))
-    batches = sum(-(-len(rows) // BATCH) for rows in texts.values())
+    batches = sum(math.ceil(len(rows) / BATCH) for rows in texts.values())
     with bars("batches of texts", batches) as step:
         return importance_of_activations(model, base.tokenizer, plan, sides=sides, texts=texts, progress=step)
 
@@ -339,10 +377,11 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
         raise error.recast(parameter=parameter) from None
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
+
     lines = content.split("\n")  # `splitlines` would cut JSON at U+2028
-    found = json_lines(lines, _text_of_row) if path.suffix == ".jsonl" else map(str.strip, lines)
+    rows = json_lines(lines, _text_of_row) if path.suffix == ".jsonl" else map(str.strip, lines)
     try:
-        texts = [*islice(filter(None, found), limit)]
+        texts = list(islice(filter(None, rows), limit))
     except ValueError as error:
         raise DataError(f"{path}: {error}", _FILES, parameter=parameter) from None
     if not texts:
@@ -358,16 +397,18 @@ _FILES = (
 
 
 def _text_of_row(row: Mapping[str, Any]) -> str:
+    """The text of a row of a .jsonl file: its prompts and completions, one below the other."""
     for columns, reader in _READERS.items():
-        if all(column in row for column in columns):
-            return "\n".join(_joined(prompt, completion) for prompt, completion in reader(row))
+        if not all(column in row for column in columns):
+            continue
+        texts = []
+        for prompt, completion in reader(row):
+            if prompt[-1:].isspace() or completion[:1].isspace():
+                texts.append(prompt + completion)
+            else:
+                texts.append(f"{prompt} {completion}".strip())
+        return "\n".join(texts)
     raise ValueError(f"it has the columns {', '.join(row) or 'none'}")
-
-
-def _joined(prompt: str, completion: str) -> str:
-    return (
-        prompt + completion if prompt[-1:].isspace() or completion[:1].isspace() else f"{prompt} {completion}".strip()
-    )
 
 
 def importance_of_activations(
@@ -383,12 +424,18 @@ def importance_of_activations(
     composer = LiveComposer(model)
     shares = {}
     for side, expert in sides.items():
-        blocks = {(module.layer, module.kind) for module in plan.adapters[expert].modules.values()}
-        alone: dict[Block, Plan] = {}  # only this block of the expert, everything else as in the base
-        for layer, kind in sorted((layer, kind) for layer, kind in blocks if layer is not None):
+        blocks = set()
+        for module in plan.adapters[expert].modules.values():
+            if module.layer is not None:
+                blocks.add((module.layer, module.kind))
+
+        # For each block a plan with only this block of the expert, and everything else as in the base.
+        alone: dict[Block, Plan] = {}
+        for layer, kind in sorted(blocks):
             rules = [{"layers": layer, "modules": kind, "expert": expert}, {"expert": BASE}]
             composition = Composition.model_validate({"allocation": rules, "num_layers": plan.num_layers})
             alone[layer, kind] = make_plan(composition, plan.experts)
+
         effects = dict.fromkeys(alone, 0.0)
         for batch in _batches(tokenizer, texts[side], side, model.device):
             with composer.use(BASE):
@@ -397,6 +444,7 @@ def importance_of_activations(
                 with composer.use(only):
                     effects[block] += _divergence(before, _predictions(model, batch), batch["attention_mask"])
             progress()
+
         total = sum(effects.values())
         if not total > 0:
             raise DataError(
@@ -412,16 +460,26 @@ def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> It
     """Batches of texts of similar length, padded on the right, where causal attention does not see the padding."""
     import torch
 
-    encoded = [tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"] for text in texts]
-    encoded = sorted((ids for ids in encoded if len(ids) > 1), key=len)
+    encoded = []
+    for text in texts:
+        ids = tokenizer(text, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+        if len(ids) > 1:
+            encoded.append(ids)
     if not encoded:
         raise DataError(f"No {side} text has at least two tokens", "Use longer texts", parameter=f"{side}_texts")
+    encoded.sort(key=len)
+
     for start in range(0, len(encoded), BATCH):
-        rows = encoded[start : start + BATCH]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=device)
-        yield {"input_ids": ids, "attention_mask": mask}
+        rows, masks = [], []
+        longest = len(encoded[start : start + BATCH][-1])
+        for ids in encoded[start : start + BATCH]:
+            padding = [0] * (longest - len(ids))
+            rows.append(ids + padding)
+            masks.append([1] * len(ids) + padding)
+        yield {
+            "input_ids": torch.tensor(rows, device=device),
+            "attention_mask": torch.tensor(masks, device=device),
+        }
 
 
 def _predictions(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 
@@ -64,18 +64,24 @@ def shuffled_product(one: Marginals, other: Marginals) -> Null:
     m²·‖a‖²·‖a'‖²/(n−1) + n²·‖b‖²·‖b'‖²/(m−1) + ‖rest‖²·‖rest'‖²/((n−1)(m−1)).
     """
     n, m = len(one.rows), len(one.columns)
-    (mean, a, b, rest), (mean_, a_, b_, rest_) = _effects(one), _effects(other)
-    fewer = max(1, n - 1), max(1, m - 1)  # a single row has no effects, so its divisor does not matter
-    variance = m**2 * a * a_ / fewer[0] + n**2 * b * b_ / fewer[1] + rest * rest_ / (fewer[0] * fewer[1])
+    mean, a, b, rest = _effects(one)
+    mean_, a_, b_, rest_ = _effects(other)
+
+    # A single row (or column) has no effects, so its divisor does not matter.
+    degrees, degrees_ = max(1, n - 1), max(1, m - 1)
+    variance = m**2 * a * a_ / degrees + n**2 * b * b_ / degrees_ + rest * rest_ / (degrees * degrees_)
     return Null(n * m * mean * mean_, variance)
 
 
 def _effects(matrix: Marginals) -> tuple[float, float, float, float]:
     """μ, ‖a‖², ‖b‖² and ‖rest‖²."""
     n, m = len(matrix.rows), len(matrix.columns)
-    rows, columns = np.asarray(matrix.rows, np.float64) / m, np.asarray(matrix.columns, np.float64) / n
-    mean = float(rows.mean())
-    a, b = float(np.sum((rows - mean) ** 2)), float(np.sum((columns - mean) ** 2))
+    row_means = np.asarray(matrix.rows, np.float64) / m
+    column_means = np.asarray(matrix.columns, np.float64) / n
+
+    mean = float(row_means.mean())
+    a = float(np.sum((row_means - mean) ** 2))
+    b = float(np.sum((column_means - mean) ** 2))
     return mean, a, b, max(0.0, matrix.squares - n * m * mean**2 - m * a - n * b)
 
 
@@ -88,15 +94,19 @@ def shuffled_overlap(one: Vectors, other: Vectors, name: str, shuffles: int) -> 
     n, p, q = len(one), one.shape[1], other.shape[1]
     if not min(p, q):
         return Null(0.0, 0.0)
+
     rng = np.random.default_rng(zlib.crc32(name.encode()))
-    left, right = np.ascontiguousarray(one.T, np.float32), np.ascontiguousarray(other, np.float32)
-    shuffled, found = np.empty_like(right), []
+    left = np.ascontiguousarray(one.T, np.float32)
+    right = np.ascontiguousarray(other, np.float32)
+    shuffled = np.empty_like(right)
+    squares = []
     for _ in range(shuffles):
         np.take(right, rng.permutation(n), axis=0, out=shuffled, mode="clip")  # unlike `raise`, copies nothing twice
-        found.append(float(np.sum(np.square(left @ shuffled, dtype=np.float64))))
+        squares.append(float(np.sum(np.square(left @ shuffled, dtype=np.float64))))
+
     uniform = 2 * p * q * (n - p) * (n - q) / (n**2 * max(1, n - 1) * (n + 2))
     smaller = min(p, q)
-    return Null(float(np.mean(found)) / smaller, max(float(np.var(found, ddof=1)), uniform) / smaller**2)
+    return Null(float(np.mean(squares)) / smaller, max(float(np.var(squares, ddof=1)), uniform) / smaller**2)
 
 
 Expert = Adapter | Checkpoint
@@ -190,8 +200,11 @@ def survey(
         norms_only: for a single expert, do not form ΔW = B·A if its norm is all that is needed.
     """
     matrices_by_expert = {name: matrices(expert, base) for name, expert in experts.items()}
-    names = list(dict.fromkeys(name for held in matrices_by_expert.values() for name in held))
-    found: dict[str, _Measured] = {}
+    names: dict[str, None] = {}
+    for own in matrices_by_expert.values():
+        names |= dict.fromkeys(own)
+
+    results: dict[str, _Measured] = {}
     with ExitStack() as stack:
         readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
         files = stack.enter_context(open_files(base.shards if base else []))
@@ -200,17 +213,22 @@ def survey(
             held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
             return _measure(held, readers, _base_norm(name, base, files), norms_only=norms_only)
 
-        dense = any(isinstance(expert, Checkpoint) for expert in experts.values())  # one at a time: they are large
-        for name, measured in zip(names, map(measure, names) if dense else map_in_threads(measure, names), strict=True):
-            found[name] = measured
+        # Matrices of full checkpoints are large, so one at a time.
+        has_checkpoints = any(isinstance(expert, Checkpoint) for expert in experts.values())
+        measured = map(measure, names) if has_checkpoints else map_in_threads(measure, names)
+        for name, result in zip(names, measured, strict=True):
+            results[name] = result
             progress()
-    return Survey(
-        {expert: [found[name][0][expert] for name in own] for expert, own in matrices_by_expert.items()},
-        {
-            pair: [found[name][1][pair] for name in matrices_by_expert[pair[0]] if pair in found[name][1]]
-            for pair in combinations(experts, 2)
-        },
-    )
+
+    # By matrix → by expert and by pair of experts.
+    changes = {}
+    for expert, own in matrices_by_expert.items():
+        changes[expert] = [results[name][0][expert] for name in own]
+    meetings = {}
+    for pair in combinations(experts, 2):
+        shared = [results[name][1] for name in matrices_by_expert[pair[0]]]
+        meetings[pair] = [by_pair[pair] for by_pair in shared if pair in by_pair]
+    return Survey(changes, meetings)
 
 
 _Measured = tuple[dict[str, ModuleChange], dict[tuple[str, str], ModuleInterference]]
@@ -221,169 +239,209 @@ def _measure(
 ) -> _Measured:
     """Measure one matrix of all experts that have it."""
     deltas = {expert: readers[expert](matrix) for expert, matrix in held.items()}
-    for first, second in combinations(deltas, 2):
+    couples = list(combinations(deltas, 2))
+    for first, second in couples:
         if deltas[first].shape != deltas[second].shape:
             shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (first, second))
             raise ExpertError(
                 f"{held[first].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
             )
+
+    # The norms of adapters, from the joint core of their factors.
     factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
-    joint = Joint(list(factors.values())) if factors else None
     place = {expert: index for index, expert in enumerate(factors)}
-    couples = list(combinations(deltas, 2))
-    norms = {
-        expert: joint.norm([float(index == place[expert]) for index in range(len(place))]) if joint else 0.0
-        for expert in factors
-    }
+    joint = Joint(list(factors.values())) if factors else None
+    norms: dict[str, float] = {}
+    if joint is not None:
+        for expert, own in place.items():
+            norms[expert] = joint.norm([float(index == own) for index in range(len(place))])
+
     # An entry that overflows or is not finite shows in the norm, and is named when ΔW is formed.
     if norms_only and norms.keys() == deltas.keys() and not couples and max(norms.values()) < _LARGE:
         return {expert: ModuleChange(held[expert], np.empty(0), norms[expert], base_norm) for expert in held}, {}
-    dense = _by_blocks(deltas, held, couples)
-    norms = {expert: norms[expert] if expert in norms else math.sqrt(dense.squares[expert]) for expert in deltas}
-    changes = {expert: ModuleChange(held[expert], dense.means[expert], norms[expert], base_norm) for expert in held}
+
+    # What needs the dense ΔW.
+    totals, dense_couples = _by_blocks(deltas, held, couples)
+    changes = {}
+    for expert, matrix in held.items():
+        if expert not in norms:
+            norms[expert] = math.sqrt(totals[expert].squares)
+        changes[expert] = ModuleChange(matrix, totals[expert].mean_of_rows(), norms[expert], base_norm)
     if not couples:
         return changes, {}
+
+    # The subspaces that each ΔW writes into and reads from, in coordinates of the matrix (`full`). Two adapters are
+    # compared in the small coordinates that they share, unless another expert is dense.
     some_dense = len(factors) < len(deltas)
-    spaces: dict[str, tuple[Vectors, Vectors]] = {}  # where some are dense, in coordinates of the matrix itself
-    full: dict[str, tuple[Vectors, Vectors]] = {}  # in coordinates of the matrix itself
+    spaces: dict[str, tuple[Vectors, Vectors]] = {}
+    full: dict[str, tuple[Vectors, Vectors]] = {}
+    sums: dict[str, Marginals] = {}
     for expert, delta in deltas.items():
-        if joint is not None and expert in place:
+        if joint is not None and isinstance(delta, Factors):
             spectrum = joint.spectrum_of(place[expert])
             kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
             space = spectrum.u[:, kept], spectrum.vt[kept].T
-            full[expert] = _singular_vectors(joint, place[expert], factors[expert], space, spectrum.sigma[kept])
+            full[expert] = _singular_vectors(joint, place[expert], delta, space, spectrum.sigma[kept])
             spaces[expert] = full[expert] if some_dense else space
+            sums[expert] = _sums(delta, norms[expert])
         else:
             assert not isinstance(delta, Factors)
             spaces[expert] = full[expert] = _dense_space(delta)
-    sums = {
-        expert: _sums(delta, norms[expert]) if isinstance(delta, Factors) else dense.sums[expert]
-        for expert, delta in deltas.items()
-    }
+            sums[expert] = totals[expert].sums()
+
     shuffles = max(2, min(8, _SHUFFLES // len(couples)))
+    out, width = next(iter(deltas.values())).shape
     meetings = {}
     for first, second in couples:
-        (columns, rows_), (other_columns, other_rows) = spaces[first], spaces[second]
+        dense = dense_couples[first, second]
+        columns, rows = spaces[first]
+        other_columns, other_rows = spaces[second]
         rank = max(columns.shape[1], other_columns.shape[1])
-        out, width = deltas[first].shape
-        both = joint is not None and first in place and second in place
+        dot = dense.product
+        if joint is not None and first in place and second in place:
+            dot = joint.inner(place[first], place[second])
+
+        name = held[first].name
         meetings[first, second] = ModuleInterference(
             matrix=held[first],
-            product=joint.inner(place[first], place[second]) if both and joint else dense.products[first, second],
+            product=dot,
             norms=(norms[first], norms[second]),
             written=_overlap(columns, other_columns),
-            read=_overlap(rows_, other_rows),
+            read=_overlap(rows, other_rows),
             by_chance=(min(1.0, rank / out), min(1.0, rank / width)),
-            conflicts=dense.conflicts[first, second],
-            elements=dense.elements[first, second],
+            conflicts=dense.conflicts,
+            elements=dense.elements,
             shuffled={
                 "product": shuffled_product(sums[first], sums[second]),
-                "written": shuffled_overlap(full[first][0], full[second][0], f"{held[first].name} written", shuffles),
-                "read": shuffled_overlap(full[first][1], full[second][1], f"{held[first].name} read", shuffles),
-                "conflict": _shuffled_conflict(dense.signs[first], dense.signs[second]),
+                "written": shuffled_overlap(full[first][0], full[second][0], f"{name} written", shuffles),
+                "read": shuffled_overlap(full[first][1], full[second][1], f"{name} read", shuffles),
+                "conflict": _shuffled_conflict(totals[first].signs(), totals[second].signs()),
             },
             start=_start(deltas[first], deltas[second]),
         )
     return changes, meetings
 
 
-@dataclass
-class _Dense:
-    """Measurements on dense ΔW.
+class _Totals:
+    """What the blocks of one dense ΔW (out×in) add up to.
 
     Attributes:
-        means: by expert, the mean absolute value of each row.
-        squares: by full checkpoint, ‖ΔW‖².
-        products: by pair with a full checkpoint, ⟨X, Y⟩.
-        conflicts, elements: by pair, see `ModuleInterference`.
-        sums: by full checkpoint, the marginals of ΔW, if pairs are compared.
-        signs: by expert, the marginals of its signs (−1, 0 and 1), if pairs are compared.
+        absolute: Σ|x| of each row (out).
+        squares: ‖ΔW‖², of a full checkpoint.
+        rows, columns: the sum of each row (out) and column (in), of a full checkpoint, if pairs are compared.
+        row_signs, column_signs: of each row and column, the number of positive entries minus that of negative ones, if
+            pairs are compared.
+        nonzero: the number of entries that are not zero, if pairs are compared.
     """
 
-    means: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)
-    squares: dict[str, float] = field(default_factory=dict)
-    products: dict[tuple[str, str], float] = field(default_factory=dict)
-    conflicts: dict[tuple[str, str], int] = field(default_factory=dict)
-    elements: dict[tuple[str, str], int] = field(default_factory=dict)
-    sums: dict[str, Marginals] = field(default_factory=dict)
-    signs: dict[str, Marginals] = field(default_factory=dict)
+    def __init__(self, out: int, width: int) -> None:
+        self.absolute = np.zeros(out)
+        self.squares = 0.0
+        self.rows, self.columns = np.zeros(out), np.zeros(width)
+        self.row_signs, self.column_signs = np.zeros(out), np.zeros(width)
+        self.nonzero = 0
+
+    def mean_of_rows(self) -> npt.NDArray[np.float64]:
+        """The mean absolute value of each row (out)."""
+        means: npt.NDArray[np.float64] = self.absolute / np.float64(len(self.columns))
+        return means
+
+    def sums(self) -> Marginals:
+        """The marginals of ΔW."""
+        return Marginals(self.rows, self.columns, self.squares)
+
+    def signs(self) -> Marginals:
+        """The marginals of its signs (−1, 0 and 1)."""
+        return Marginals(self.row_signs, self.column_signs, float(self.nonzero))
 
 
-def _by_blocks(deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: list[tuple[str, str]]) -> _Dense:
-    """Form all ΔW block by block, and measure them."""
+@dataclass
+class _Couple:
+    """What the blocks of two dense ΔW, X and Y, add up to; see `ModuleInterference`.
+
+    Attributes:
+        product: ⟨X, Y⟩, if one of them is a full checkpoint's.
+    """
+
+    product: float = 0.0
+    conflicts: int = 0
+    elements: int = 0
+
+
+def _by_blocks(
+    deltas: Mapping[str, Delta], held: Mapping[str, Matrix], couples: Sequence[tuple[str, str]]
+) -> tuple[dict[str, _Totals], dict[tuple[str, str], _Couple]]:
+    """Form all ΔW block by block, and measure each of them and each pair."""
     out, width = next(iter(deltas.values())).shape
-    wide = max(1, -(-width // max(1, -(-width // _WIDTH))))  # columns at a time, in parts of one size
-    step = max(1, min(out, _BLOCK // max(1, wide), _COUNTED))
-    dense = _Dense()
+    totals = {expert: _Totals(out, width) for expert in deltas}
+    results = {pair: _Couple() for pair in couples}
     whole = {expert for expert, delta in deltas.items() if not isinstance(delta, Factors)}
-    dense.squares = dict.fromkeys(whole, 0.0)
-    dense.products = {pair: 0.0 for pair in couples if whole & {*pair}}
-    dense.conflicts, dense.elements = dict.fromkeys(couples, 0), dict.fromkeys(couples, 0)
-    absolute = {expert: np.zeros(out) for expert in deltas}
-    rows_of = {(measure, expert): np.zeros(out) for measure in ("sum", "sign") for expert in deltas}
-    columns_of = {key: np.zeros(width) for key in rows_of}
-    nonzero = dict.fromkeys(deltas, 0)
-    scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
+
+    # A block has `step` rows, and columns in parts of one size.
+    parts = max(1, -(-width // _WIDTH))
+    wide = max(1, -(-width // parts))
+    step = max(1, min(out, _BLOCK // wide, _COUNTED))
+
     # Only products with a full checkpoint need the blocks of two experts at once.
+    scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
     memory = {expert: np.empty(step * wide, np.float32) if whole else shared for expert in deltas}
     true, ones = np.empty(step * wide, np.bool_), np.ones(wide, np.float32)
+
     for (start, stop), (first, last) in product(row_ranges(out, step), row_ranges(width, wide)):
         in_rows, in_columns = slice(start, stop), slice(first, last)
         shape = stop - start, last - first
         size = shape[0] * shape[1]
         magnitudes, matching = scratch[:size].reshape(shape), true[:size].reshape(shape)
+
         blocks, negative, zeros = {}, {}, {}
         for expert, delta in deltas.items():
-            block = memory[expert][:size].reshape(shape)
+            total = totals[expert]
+            block = blocks[expert] = memory[expert][:size].reshape(shape)
             with np.errstate(all="ignore"):  # what overflows is found below
                 if isinstance(delta, Factors):
                     np.matmul(delta.b[in_rows], delta.a[:, in_columns], out=block)
                 else:
                     block[:] = delta[in_rows, in_columns]
                 sums = np.abs(block, out=magnitudes) @ ones[: shape[1]]
+
             if not np.isfinite(sums).all():  # an entry is not finite, or only the sum overflows
                 if not np.isfinite(block).all():
                     raise too_large(held[expert].name)
                 sums = np.abs(block).sum(axis=1, dtype=np.float64)
-            absolute[expert][in_rows] += sums
+            total.absolute[in_rows] += sums
             if expert in whole:
-                dense.squares[expert] += float(np.sum(np.square(block, dtype=np.float64)))
-            blocks[expert] = block
-            if couples:
-                if expert in whole:
-                    rows_of["sum", expert][in_rows] += block.sum(axis=1, dtype=np.float64)
-                    columns_of["sum", expert][in_columns] += block.sum(axis=0, dtype=np.float64)
-                negative[expert], by_row, by_column = _counted(np.less(block, 0, out=matching))
-                row_signs, column_signs = shape[1] - 2 * by_row, shape[0] - 2 * by_column
-                nonzero[expert] += size
-                if size and not magnitudes.min():
-                    zeros[expert], by_row, by_column = _counted(np.equal(block, 0, out=matching))
-                    row_signs, column_signs = row_signs - by_row, column_signs - by_column
-                    nonzero[expert] -= int(by_row.sum())
-                rows_of["sign", expert][in_rows] += row_signs
-                columns_of["sign", expert][in_columns] += column_signs
-        for left_expert, right_expert in couples:
-            differ = negative[left_expert] ^ negative[right_expert]
-            nothing = [zeros[expert] for expert in (left_expert, right_expert) if expert in zeros]
-            if nothing:
-                either = np.bitwise_or.reduce(nothing)
+                total.squares += float(np.sum(np.square(block, dtype=np.float64)))
+            if not couples:
+                continue
+
+            if expert in whole:
+                total.rows[in_rows] += block.sum(axis=1, dtype=np.float64)
+                total.columns[in_columns] += block.sum(axis=0, dtype=np.float64)
+
+            # Signs: every entry counts as positive, a negative one takes 2 away, a zero 1.
+            negative[expert], by_row, by_column = _counted(np.less(block, 0, out=matching))
+            row_signs, column_signs = shape[1] - 2 * by_row, shape[0] - 2 * by_column
+            total.nonzero += size
+            if size and not magnitudes.min():
+                zeros[expert], by_row, by_column = _counted(np.equal(block, 0, out=matching))
+                row_signs, column_signs = row_signs - by_row, column_signs - by_column
+                total.nonzero -= int(by_row.sum())
+            total.row_signs[in_rows] += row_signs
+            total.column_signs[in_columns] += column_signs
+
+        for (left, right), result in results.items():
+            differ = negative[left] ^ negative[right]
+            result.elements += size
+            with_zeros = [zeros[expert] for expert in (left, right) if expert in zeros]
+            if with_zeros:
+                either = np.bitwise_or.reduce(with_zeros)
                 differ &= ~either
-            dense.conflicts[left_expert, right_expert] += _ones(differ)
-            dense.elements[left_expert, right_expert] += size - (_ones(either) if nothing else 0)
-            if (left_expert, right_expert) in dense.products:
-                both = np.sum(np.multiply(blocks[left_expert], blocks[right_expert], dtype=np.float64))
-                dense.products[left_expert, right_expert] += float(both)
-    if couples:
-        dense.sums = {
-            expert: Marginals(rows_of["sum", expert], columns_of["sum", expert], dense.squares[expert])
-            for expert in whole
-        }
-        dense.signs = {
-            expert: Marginals(rows_of["sign", expert], columns_of["sign", expert], float(nonzero[expert]))
-            for expert in deltas
-        }
-    dense.means = {expert: sums / np.float64(width) for expert, sums in absolute.items()}
-    return dense
+                result.elements -= _ones(either)
+            result.conflicts += _ones(differ)
+            if left in whole or right in whole:
+                result.product += float(np.sum(np.multiply(blocks[left], blocks[right], dtype=np.float64)))
+
+    return totals, results
 
 
 def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -395,13 +453,17 @@ def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.ND
 
 
 def _ones(bits: npt.NDArray[np.uint8]) -> int:
-    return int(np.bitwise_count(bits.reshape(-1).view(np.uint64) if bits.size % 8 == 0 else bits).sum(dtype=np.int64))
+    """How many bits are set; eight bytes at a time where that is possible."""
+    words = bits.reshape(-1).view(np.uint64) if bits.size % 8 == 0 else bits
+    return int(np.bitwise_count(words).sum(dtype=np.int64))
 
 
 def _sums(delta: Factors, norm: float) -> Marginals:
-    """Of ΔW = B·A, without forming it."""
-    into, out_of = delta.a.sum(axis=1, dtype=np.float64), delta.b.sum(axis=0, dtype=np.float64)
-    rows, columns = mixed([delta.b], into[:, None], 1), mixed([delta.a], out_of[:, None], 0)
+    """Of ΔW = B·A, without forming it: its row sums are B·(A·1), and its column sums (1ᵀ·B)·A."""
+    a_rows = delta.a.sum(axis=1, dtype=np.float64)
+    b_columns = delta.b.sum(axis=0, dtype=np.float64)
+    rows = mixed([delta.b], a_rows[:, None], 1)
+    columns = mixed([delta.a], b_columns[:, None], 0)
     return Marginals(rows[:, 0], columns[0], norm**2)
 
 
@@ -409,17 +471,20 @@ def _singular_vectors(
     joint: Joint, index: int, delta: Factors, space: tuple[Core, Core], sigma: Core
 ) -> tuple[Core, Core]:
     """U and V (as columns) in coordinates of the matrix. B·(A·V)/σ and Aᵀ·(Bᵀ·U)/σ cost less than a joint basis."""
+    u, v = space
     left, right = joint.coordinates(index)
     if left.shape[1] < len(delta.a):  # without columns that are multiplied by zeros
-        return joint.left.expand(space[0]), joint.right.expand(space[1])
-    return mixed([delta.b], right.T @ (space[1] / sigma), 1), mixed([delta.a], left.T @ (space[0] / sigma), 0).T
+        return joint.left.expand(u), joint.right.expand(v)
+    return mixed([delta.b], right.T @ (v / sigma), 1), mixed([delta.a], left.T @ (u / sigma), 0).T
 
 
 def _shuffled_conflict(first: Marginals, second: Marginals) -> Null:
     """Of elements where neither is zero, the share whose signs differ: (1 − ⟨signs, signs⟩ / elements) / 2."""
-    product = shuffled_product(first, second)
     elements = first.squares * second.squares / (len(first.rows) * len(first.columns))
-    return Null((1 - product.mean / elements) / 2, product.variance / elements**2 / 4) if elements else Null(0.5, 0.0)
+    if not elements:
+        return Null(0.5, 0.0)
+    product = shuffled_product(first, second)
+    return Null((1 - product.mean / elements) / 2, product.variance / elements**2 / 4)
 
 
 def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
@@ -460,5 +525,8 @@ def _orthonormal(matrix: Vectors) -> Vectors:
 
 
 def _overlap(first: Vectors, second: Vectors) -> float:
+    """‖Q₁ᵀ·Q₂‖² / min(rank), between 0 and 1."""
     smaller = min(first.shape[1], second.shape[1])
-    return float(np.sum(np.square(first.T @ second, dtype=np.float64)) / smaller) if smaller else 0.0
+    if not smaller:
+        return 0.0
+    return float(np.sum(np.square(first.T @ second, dtype=np.float64)) / smaller)

@@ -170,13 +170,16 @@ def parse_number(text: str, language: str | None = None) -> Decimal | None:
     if len(numbers) != 1:
         return None
     around = text[: numbers[0].start] + text[numbers[0].end :]
-    return None if any(character.isalpha() for character in around) else numbers[0].value
+    if any(character.isalpha() for character in around):
+        return None
+    return numbers[0].value
 
 
 def format_number(value: Decimal) -> str:
     """The shortest plain form of `value`: `18`, `3.5`, `-4`; never an exponent."""
     digits = format(value, "f")
-    digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
+    if "." in digits:
+        digits = digits.rstrip("0").rstrip(".")
     return "0" if digits in ("-0", "") else digits
 
 
@@ -185,12 +188,17 @@ def _read(text: str, match: re.Match[str], language: str | None) -> Number:
     start, end = match.span()
     value = _value(match[0], language in DECIMAL_COMMA)
     before = text[max(0, start - _WINDOW) : start]
-    if _BEFORE_POINT.search(before[-2:]) and match[0].isdigit():
-        value, start = Decimal(f"0.{match[0]}"), start - 1
-    elif value is not None and value < 1000 and (scale := _SCALE_BEFORE.search(before)):
-        value, end = _with_scales_before(text, value, end, _factor(scale))
+
+    if _BEFORE_POINT.search(before[-2:]) and match[0].isdigit():  # .5
+        value = Decimal(f"0.{match[0]}")
+        start -= 1
     elif value is not None:
-        value, end = _with_scales(text, value, end, language)
+        scale = _SCALE_BEFORE.search(before) if value < 1000 else None
+        if scale:
+            value, end = _with_scales_before(text, value, end, _factor(scale))
+        else:
+            value, end = _with_scales(text, value, end, language)
+
     if value is not None and _is_negative(text[max(0, start - _WINDOW) : start]):
         value = value.copy_negate()  # exact, where a unary minus rounds too
     return Number(value, start, end)
@@ -206,19 +214,29 @@ def _value(token: str, decimal_comma: bool) -> Decimal | None:
         return Decimal(token)
     last_mark = marks[-1]
     before, _, after = token.rpartition(last_mark)
-    grouped = _GROUPED.fullmatch(token) is not None
+    may_be_decimal = marks.count(last_mark) == 1 and last_mark != "'"
+
+    # Marks of one kind: 1,234,567 and 12,34,567 are grouped; 1.234 is, in languages with decimal commas.
     if len(set(marks)) == 1:
+        grouped = _GROUPED.fullmatch(token) is not None
         if grouped and (len(marks) > 1 or last_mark != "." or decimal_comma):
             return Decimal(token.replace(last_mark, ""))
-        return Decimal(f"{before}.{after}") if len(marks) == 1 and last_mark != "'" else None
-    if marks.count(last_mark) == 1 and last_mark != "'" and _GROUPED.fullmatch(before):
+        return Decimal(f"{before}.{after}") if may_be_decimal else None
+
+    # Of several kinds, the last one is the decimal mark, and the others group: 1.234,5.
+    if may_be_decimal and _GROUPED.fullmatch(before):
         return Decimal(re.sub(r"[.,']", "", before) + "." + after)
     return None
 
 
 def _scale_words(spaced: str, unspaced: str) -> str:
-    whole_words = f"(?:{spaced})(?!\\w)" if spaced else ""
-    return unicodedata.normalize("NFKC", "|".join(filter(None, (whole_words, unspaced))))
+    """A pattern of words that must end where they do, and of others that may be followed by letters."""
+    alternatives = []
+    if spaced:
+        alternatives.append(f"(?:{spaced})(?!\\w)")
+    if unspaced:
+        alternatives.append(unspaced)
+    return unicodedata.normalize("NFKC", "|".join(alternatives))
 
 
 _SWAHILI = "|".join(f"(?P<_{factor}>{word})" for factor, word in words.SCALES_BEFORE.items())
@@ -229,16 +247,20 @@ _NEXT_SCALE_BEFORE = re.compile(rf" (?:na )?(?:{_SWAHILI}) (?=\d{{1,3}}(?![\d ]|
 @lru_cache
 def _scale_pattern(language: str | None) -> re.Pattern[str]:
     """A scale after digits. The name of its group holds the factor; `unread` means that the number is not read."""
-    tables = [words.SCALES] if language in DECIMAL_COMMA or language == "zh" else [words.SCALES, words.SHORT_SCALES]
-    scales = "|".join(
-        f"(?P<_{factor}_{index}>{_scale_words(*names)})"
-        for index, table in enumerate(tables)
-        for factor, names in table.items()
-    )
-    return re.compile(f" ?(?:{scales}|(?P<unread>{_scale_words(*words.UNREAD_SCALES)}))", re.IGNORECASE)
+    tables = [words.SCALES]
+    if language not in DECIMAL_COMMA and language != "zh":
+        tables.append(words.SHORT_SCALES)
+
+    groups = []
+    for index, table in enumerate(tables):
+        for factor, names in table.items():
+            groups.append(f"(?P<_{factor}_{index}>{_scale_words(*names)})")
+    groups.append(f"(?P<unread>{_scale_words(*words.UNREAD_SCALES)})")
+    return re.compile(f" ?(?:{'|'.join(groups)})", re.IGNORECASE)
 
 
 def _factor(scale: re.Match[str]) -> int:
+    """The factor in the name of a match's group: 1000 of `_1000`, and of `_1000_0`."""
     assert scale.lastgroup is not None
     return int(scale.lastgroup.split("_")[1])
 
@@ -246,43 +268,66 @@ def _factor(scale: re.Match[str]) -> int:
 def _with_scales_before(text: str, value: Decimal, end: int, factor: int) -> tuple[Decimal, int]:
     """Read on after Swahili's `milioni 2`: milioni 2 na laki 5 is 2500000."""
     total = _EXACT.multiply(value, Decimal(factor))
-    while (following := _NEXT_SCALE_BEFORE.match(text, end)) and (smaller := _factor(following)) < factor:
+    while True:
+        following = _NEXT_SCALE_BEFORE.match(text, end)
+        if following is None or _factor(following) >= factor:
+            return total, end
+
+        factor = _factor(following)
         digits = _TOKEN.match(text, following.end())
         assert digits
-        total, factor, end = _EXACT.add(total, Decimal(digits[0]) * smaller), smaller, digits.end()
-    return total, end
+        total = _EXACT.add(total, Decimal(digits[0]) * factor)
+        end = digits.end()
 
 
 def _with_scales(text: str, value: Decimal, end: int, language: str | None) -> tuple[Decimal | None, int]:
     """Read on after `value`: 27万6000 is 276000, ১ লক্ষ ১৪ হাজার ২০০ is 114200, 18 mil millones is 18000000000."""
-    pattern, total, limit = _scale_pattern(language), Decimal(0), None
-    while scale := pattern.match(text, end):
+    pattern = _scale_pattern(language)
+    total = Decimal(0)
+    limit: int | None = None  # the factor of the part before, below which that of the next must be
+    while True:
+        scale = pattern.match(text, end)
+        if not scale:
+            break
+
+        # Scales that follow each other multiply: mil millones.
         factor = 1
         while scale and factor < 10**12:
             if scale.lastgroup == "unread":
                 return None, scale.end()
-            factor, end = factor * _factor(scale), scale.end()
+            factor *= _factor(scale)
+            end = scale.end()
             scale = pattern.match(text, end)
         if limit is not None and factor >= limit:
             return None, end
-        total, value, limit = _EXACT.add(total, _EXACT.multiply(value, Decimal(factor))), Decimal(0), factor
+        total = _EXACT.add(total, _EXACT.multiply(value, Decimal(factor)))
+        value = Decimal(0)
+        limit = factor
+
+        # The digits of the next part, which must be smaller than this scale: 6000 of 27万6000.
         following = _TOKEN.match(text, end + text.startswith(" ", end))
-        read = _value(following[0], language in DECIMAL_COMMA) if following else None
-        if following is None or read is None or read >= factor:
+        if following is None:
             break
-        value, end = read, following.end()
+        rest = _value(following[0], language in DECIMAL_COMMA)
+        if rest is None or rest >= factor:
+            break
+        value = rest
+        end = following.end()
     return _EXACT.add(total, value), end
 
 
 def _is_negative(before: str) -> bool:
     """Whether the text `before` a number ends in a minus *sign*, and not a hyphen, dash, bullet or operator."""
     before = before.rstrip(_CURRENCY)
-    if word := _MINUS_WORD.search(before):  # "16 minus 3" is a difference
+    word = _MINUS_WORD.search(before)
+    if word:  # "16 minus 3" is a difference
         return not re.search(r"[\d%)\]] ?$", before[: word.start()])
     if before.endswith("- "):  # a bullet or a dash, except in `= - 5`
         return before[:-2].rstrip(" ").endswith("=")
     if not before.endswith("-"):
         return False
+
+    # A minus right before the number, perhaps with a currency between them: -$5.
     before = before[:-1].rstrip(_CURRENCY)
     glued, neighbour = before[-1:], before.rstrip(" ")[-1:]
     if neighbour and (neighbour.isdigit() or neighbour in f"%)]{_CURRENCY}"):  # 5 -3 and 20$ -3$ are differences
@@ -295,42 +340,42 @@ def _is_negative(before: str) -> bool:
 
 def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
     """`numbers` with their roles, by the words and signs around them; denied ones are left out."""
+    # What stands between two neighbors.
     roles: list[Role] = ["answer"] * len(numbers)
     for index, (left, right) in enumerate(pairwise(numbers)):
         gap = text[left.end : right.start]
-        if link := _link(gap) or ("part" if gap == " " and _SLASH.match(text, right.end) else None):  # 2 3/4
-            roles[index] = "part" if "part" in (roles[index], link) else link
-            roles[index + 1] = link
+        link: Role
+        if len(gap) > _WINDOW:
+            continue
+        if _CALCULATION.fullmatch(gap):
+            link = "term"
+        elif _PART.fullmatch(gap) or (gap == " " and _SLASH.match(text, right.end)):  # 2 3/4
+            link = "part"
+        else:
+            continue
+        roles[index] = "part" if "part" in (roles[index], link) else link
+        roles[index + 1] = link
+
+    # What stands before and after each of the others.
     with_roles = []
     for number, role in zip(numbers, roles, strict=True):
-        before = _BEFORE.search(text[max(0, number.start - _WINDOW) : number.start])
-        after = _AFTER.match(text, number.end)
-        cues = {match.lastgroup for match in (before, after) if match}
-        if role == "answer" and "negated" in cues:
-            continue
-        if role == "answer" and cues:
-            role = "part" if "part" in cues else "term"
-        if role == "answer" and _is_with_a_variable(text, number):
-            role = "part"
+        if role == "answer":
+            around = text[max(0, number.start - _WINDOW) : number.start]
+            cues = {match.lastgroup for match in (_BEFORE.search(around), _AFTER.match(text, number.end)) if match}
+            if "negated" in cues:
+                continue
+            if cues:
+                role = "part" if "part" in cues else "term"
+            elif _BEFORE_VARIABLE.match(text, number.end) or _AFTER_VARIABLE.search(around):
+                role = "part"  # 5 in x + 5, 5x, 5/x, and 3 in 3(x + 1)
         with_roles.append(replace(number, role=role))
+
+    # Ranges and lists.
     for index, (left, right) in enumerate(pairwise(with_roles)):
         if left.role != "term" and right.role != "term" and _is_list(text, left, right):
-            with_roles[index], with_roles[index + 1] = replace(left, role="part"), replace(right, role="part")
+            with_roles[index] = replace(left, role="part")
+            with_roles[index + 1] = replace(right, role="part")
     return with_roles
-
-
-def _is_with_a_variable(text: str, number: Number) -> bool:
-    """Whether a number is a part of an expression with a variable: 5 in x + 5, 5x, 5/x, 3 in 3(x + 1)."""
-    if _BEFORE_VARIABLE.match(text, number.end):
-        return True
-    return _AFTER_VARIABLE.search(text[max(0, number.start - _WINDOW) : number.start]) is not None
-
-
-def _link(gap: str) -> Role | None:
-    """The role that the text between two numbers gives them: terms of a calculation, parts, or None."""
-    if len(gap) > _WINDOW:
-        return None
-    return "term" if _CALCULATION.fullmatch(gap) else "part" if _PART.fullmatch(gap) else None
 
 
 def _is_list(text: str, left: Number, right: Number) -> bool:
@@ -340,8 +385,10 @@ def _is_list(text: str, left: Number, right: Number) -> bool:
         return False
     if _LABEL.fullmatch(gap):
         return True
-    if (match := _LIST.fullmatch(gap)) is None:
+    match = _LIST.fullmatch(gap)
+    if match is None:
         return False
+
     unit, more_words = match["unit"].split(), match["rest"].split()
     if not unit and _NAME.fullmatch("".join(more_words)):  # 18 to 20; x = 3 or x = 4
         return True
@@ -418,25 +465,43 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
     Args:
         language: ISO 639-1 code, for `1.000` and `1 000` (see `find_numbers`).
     """
-    text = normalize_text(_plain_latex(text))
-    if question := _QUESTION.search(text):
+    if "\\" in text or "^" in text:
+        for pattern, plain in _LATEX:
+            text = pattern.sub(plain, text)
+    text = normalize_text(text)
+
+    # Only what precedes a further question and follows the last correction counts.
+    question = _QUESTION.search(text)
+    if question:
         text = text[: question.start(1)]
-    if corrections := [*_CORRECTION.finditer(text)]:
+    corrections = list(_CORRECTION.finditer(text))
+    if corrections:
         text = text[corrections[-1].end() :]
-    if marks := [*_MARK.finditer(text)]:
+
+    # A line `#### 18`, or a box.
+    marks = list(_MARK.finditer(text))
+    if marks:
         return _only_answer(_marked(text[marks[-1].start() :]), language)
-    for phrase in reversed(phrases := [*_CONCLUSION.finditer(text)]):
-        # "The answer is 18. The answer is in dollars, and she has 9 eggs": the second says nothing of a number.
+
+    # "The answer is 18. The answer is in dollars, and she has 9 eggs": the second says nothing of a number.
+    phrases = list(_CONCLUSION.finditer(text))
+    for phrase in reversed(phrases):
         sentence = _up_to(_SENTENCE_END, _after(text, phrase))
-        if _DIGIT.search(_up_to(_CLAUSE_END, sentence)) and (numbers := find_numbers(sentence, language)):
-            return _stated_answer(sentence, numbers)
+        if _DIGIT.search(_up_to(_CLAUSE_END, sentence)):
+            numbers = find_numbers(sentence, language)
+            if numbers:
+                return _stated_answer(sentence, numbers)
     if phrases:  # the answer is in words, or comes later
         return _last_answer(text[phrases[-1].end() :], language)
-    for heading in reversed([*_HEADING.finditer(text)]):
+
+    # `18 dollars`, or `18. Each egg costs 2`; or the heading of a whole solution.
+    for heading in reversed(list(_HEADING.finditer(text))):
         line = _after(text, heading).partition("\n")[0]
         if _DIGIT.search(line):
-            answer = _headed_answer(line, language)
+            sentence = _up_to(_SENTENCE_END, line)
+            answer = _only_answer(line if _WORD.search(sentence) else sentence, language)
             return _last_answer(text[heading.end() :], language) if answer is None else answer
+
     return _last_answer(text, language)
 
 
@@ -455,13 +520,9 @@ def answer_text(answer: Any) -> str:
     """A filter's answer as text: a number in its plain form, `[invalid]` for None."""
     if answer is None:
         return "[invalid]"
-    return format_number(answer) if isinstance(answer, Decimal) else str(answer)
-
-
-def _plain_latex(text: str) -> str:
-    for pattern, plain in _LATEX if "\\" in text or "^" in text else ():
-        text = pattern.sub(plain, text)
-    return text
+    if isinstance(answer, Decimal):
+        return format_number(answer)
+    return str(answer)
 
 
 def _after(text: str, phrase: re.Match[str]) -> str:
@@ -492,29 +553,24 @@ def _marked(text: str) -> str:
 
 def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
     """The answer after an answer phrase: `18 dollars, 2 more than 16`, `twice 9, or 18`, `not 15 but 18`."""
-    clauses = [0, *(end.end() for end in _CLAUSE_END.finditer(sentence)), len(sentence)]
-    for begin, end in pairwise(clauses):
+    ends = [end.end() for end in _CLAUSE_END.finditer(sentence)]
+    for begin, end in pairwise([0, *ends, len(sentence)]):
         in_clause = [number for number in numbers if begin <= number.start < end]
         if not in_clause:
             continue
+
+        # Right after the phrase. The rest is a remark, unless it is a second answer.
         first, *others = in_clause
-        if (
-            first.readable
-            and not _WORD.search(sentence[: first.start])
-            and not _EQUALS.search(sentence[first.end : end])
-        ):
-            # Right after the phrase. The rest is a remark, unless it is a second answer.
-            return None if others and _AND.search(sentence[first.end : others[0].start]) else first.value
+        follows_phrase = not _WORD.search(sentence[: first.start])
+        if first.readable and follows_phrase and not _EQUALS.search(sentence[first.end : end]):
+            if others and _AND.search(sentence[first.end : others[0].start]):
+                return None
+            return first.value
+
         answer = _answer_among(in_clause, sentence[:end])
         if answer is not None or any(number.role != "term" for number in in_clause):
             return answer
     return None
-
-
-def _headed_answer(line: str, language: str | None) -> Decimal | None:
-    """The answer in a line after a heading: `18 dollars`, `18. Each egg costs 2`; None if a whole solution follows."""
-    sentence = _up_to(_SENTENCE_END, line)
-    return _only_answer(sentence if not _WORD.search(sentence) else line, language)
 
 
 def _last_answer(text: str, language: str | None) -> Decimal | None:
@@ -523,9 +579,10 @@ def _last_answer(text: str, language: str | None) -> Decimal | None:
         return None
     plain = _ASIDE.sub(" ", text)
     statements = _STATEMENT_END.split(plain if _DIGIT.search(plain) else text)
-    return next(
-        (_only_answer(statement, language) for statement in reversed(statements) if _DIGIT.search(statement)), None
-    )
+    for statement in reversed(statements):
+        if _DIGIT.search(statement):
+            return _only_answer(statement, language)
+    return None
 
 
 def _only_answer(statement: str, language: str | None) -> Decimal | None:
@@ -541,8 +598,13 @@ def _answer_among(numbers: list[Number], statement: str) -> Decimal | None:
     In GSM8K's training solutions, 7,200 last statements have a sign, and in 7,170 the number right after it is the
     answer. Of 78 with several values and no sign, the last value is the answer in 49.
     """
-    equals = [*_EQUALS.finditer(statement)]
-    if equals and (results := [number for number in numbers if number.start >= equals[-1].end()]):
-        return results[0].value if results[0].readable else None
+    equals = list(_EQUALS.finditer(statement))
+    if equals:
+        for number in numbers:
+            if number.start >= equals[-1].end():
+                return number.value if number.readable else None
+
     values = {number.value for number in numbers if number.readable}
-    return values.pop() if len(values) == 1 and numbers[-1].readable else None
+    if len(values) == 1 and numbers[-1].readable:
+        return values.pop()
+    return None

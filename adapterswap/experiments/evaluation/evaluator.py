@@ -138,7 +138,7 @@ def preview(
 ) -> list[TaskPreview]:
     """Build the prompts that `evaluate` would send to a model with this config; the arguments are `evaluate`'s."""
     settings = (settings or Settings()).dated(tokenizer)
-    loaded = tasks_to_evaluate(tokenizer, tasks, settings)
+    loaded = tasks_to_evaluate(tokenizer, tasks, settings)  # it also says if lm_eval is missing
 
     from lm_eval.evaluator_utils import get_sample_size
     from lm_eval.models.utils import has_bos_prefix
@@ -164,19 +164,29 @@ def preview(
                 chat_template=chat_prompts(tokenizer, settings) if settings.apply_chat_template else None,
             )
             check_texts({name: task})
-            requests, task._instances = task.instances, None
+            requests = task.instances
+            task._instances = None
             prompts = [str(request.args[0]) for request in requests]
+
             # A chat template writes the special tokens itself; elsewhere the harness adds the start token once.
             rendered = settings.apply_chat_template and task.OUTPUT_TYPE != "loglikelihood_rolling"
             begun = rendered or has_bos_prefix(prompts[0], getattr(tokenizer, "bos_token", None))
             encoded = tokenizer(prompts, add_special_tokens=not begun)["input_ids"]
             longest = max(map(len, encoded))
-            generates = task.OUTPUT_TYPE == "generate_until"
-            for request, ids in zip(requests, encoded, strict=True):
-                if generates:
+
+            # Where outputs are generated, how long they may be and what the context leaves for them.
+            room = most = None
+            if task.OUTPUT_TYPE == "generate_until":
+                for request, ids in zip(requests, encoded, strict=True):
                     check_prompt(name, request.doc_id, len(ids))
+                most = output_limit(requests[0].args[1], settings.max_gen_toks)
+                room = None if context is None else context - longest
+
+            # Where likelihoods are compared, the prompts with their continuations. The last token of one is not read.
             scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
             whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
+            overlong = 0 if context is None else sum(len(ids) > context + 1 for ids in whole)
+
             for ids in (*encoded, *whole):
                 vocabulary.check(ids)
             previews.append(
@@ -187,9 +197,9 @@ def preview(
                     num_fewshot=task.get_config("num_fewshot"),
                     prompt=prompts[0],
                     longest=longest,
-                    room=context - longest if generates and context is not None else None,
-                    max_gen_toks=output_limit(requests[0].args[1], settings.max_gen_toks) if generates else None,
-                    overlong=0 if context is None else sum(len(ids) > context + 1 for ids in whole),
+                    room=room,
+                    max_gen_toks=most,
+                    overlong=overlong,
                 )
             )
     return previews
@@ -237,19 +247,21 @@ def evaluate(
     settings = (settings or Settings()).dated(tokenizer)
     loaded = tasks_to_evaluate(tokenizer, tasks, settings)
     processes = processes or Processes()
-    done = 0
+    finished = 0
+
+    def report(newly_finished: int) -> None:
+        nonlocal finished
+        assert on_progress is not None
+        total = sum(len(task.instances or ()) for task in loaded.tasks.values())
+        finished = min(finished + newly_finished, total)
+        on_progress(finished, total)
 
     def begin() -> None:
-        assert on_progress is not None
-        if done == 0:
-            on_progress(0, sum(len(task.instances or ()) for task in loaded.tasks.values()))
+        if finished == 0:
+            report(0)
 
     def step() -> None:
-        nonlocal done
-        total = sum(len(task.instances or ()) for task in loaded.tasks.values())
-        done = min(done + processes.count, total)
-        assert on_progress is not None
-        on_progress(done, total)
+        report(processes.count)
 
     from adapterswap.experiments.evaluation.harness import EvaluatedModel
 
@@ -272,6 +284,7 @@ def evaluate(
                 "Lower `batch_size`, or load the base in a smaller dtype",
                 parameter="batch_size",
             ) from None
+
     around = surroundings(model)
     if harness_model.alone:
         around["one_by_one"] = sorted(harness_model.alone)
@@ -337,7 +350,10 @@ def run_harness(
     from lm_eval import evaluator
 
     # The harness numbers the documents in the given order, and takes an empty list for all.
-    requested_documents = None if documents is None else {task: sorted(documents[task]) for task in loaded.tasks}
+    requested_documents = None
+    if documents is not None:
+        requested_documents = {name: sorted(documents[name]) for name in loaded.tasks}
+
     for task in loaded.tasks.values():
         task.set_fewshot_seed(settings.seed)
     try:
@@ -364,8 +380,45 @@ def as_result(
     settings: Settings,
     around: Mapping[str, Any],
 ) -> EvaluationResult:
-    """The harness's results as ours; `around` is what outputs depend on besides the settings."""
-    result = _collect(harness_results, model, {"tasks": list(tasks), **settings.described(), **around})
+    """The harness's nested dictionaries as an `EvaluationResult`; `around` is what outputs depend on besides the
+    settings.
+    """
+    from adapterswap.experiments.evaluation.harness import request_key
+
+    # A task has a row for each document and filter. A document counts as truncated once, however many filters read it.
+    samples: dict[str, dict[int, Sample]] = {}
+    truncated: dict[str, int] = {}
+    for name, rows in harness_results["samples"].items():
+        by_document = samples[name] = {}
+        cut_prompts = set()
+        for row in rows:
+            doc_id = row["doc_id"]
+            if doc_id not in by_document:
+                by_document[doc_id] = _sample(name, row)
+                keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
+                if not keys.isdisjoint(model.truncated):
+                    cut_prompts.add(doc_id)
+            _add_filter(by_document[doc_id], row)
+        truncated[name] = len(cut_prompts)
+
+    # A group without a mean of its own is among the results too, but empty.
+    task_results = {}
+    for name in harness_results["results"]:
+        if name in samples:
+            task_results[name] = _task_result(name, harness_results, samples[name], truncated[name], model.max_gen_toks)
+    groups = {}
+    for name in harness_results.get("groups", {}):
+        groups[name] = _task_result(name, harness_results, {}, 0, model.max_gen_toks)
+
+    ordered: list[Sample] = []
+    for by_document in samples.values():
+        ordered += [by_document[doc_id] for doc_id in sorted(by_document)]
+    result = EvaluationResult(
+        tasks=task_results,
+        samples=tuple(ordered),
+        settings={"tasks": list(tasks), **settings.described(), **around},
+        groups=groups,
+    )
     return _with_languages(result, tasks) if settings.language_fidelity else result
 
 
@@ -378,17 +431,24 @@ def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> Evalu
     samples = []
     for sample in result.samples:
         language = language_of(sample.task) if writes_language(sample.task, tasks[sample.task]) else None
-        text = sample.output if isinstance(sample.output, str) else ""
-        share = None if language is None else language_share(text, language)
-        if share is not None:
-            shares.setdefault(sample.task, []).append(share)
-            sample = replace(sample, scores={**sample.scores, filter_name: {metric: share}})
+        if language is not None:
+            text = sample.output if isinstance(sample.output, str) else ""
+            share = language_share(text, language)
+            if share is not None:
+                shares.setdefault(sample.task, []).append(share)
+                sample = replace(sample, scores={**sample.scores, filter_name: {metric: share}})
         samples.append(sample)
+
+    # Each task's mean, with its standard error s/√n; of a single answer there is none.
     scored = dict(result.tasks)
     for name, values in shares.items():
-        mean, number = math.fsum(values) / len(values), len(values)
-        spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (number - 1)) if number > 1 else None
-        score = Score(metric, filter_name, mean, None if spread is None else spread / math.sqrt(number), True)
+        number = len(values)
+        mean = math.fsum(values) / number
+        stderr = None
+        if number > 1:
+            variance = math.fsum((value - mean) ** 2 for value in values) / (number - 1)
+            stderr = math.sqrt(variance) / math.sqrt(number)
+        score = Score(metric, filter_name, mean, stderr, True)
         scored[name] = replace(scored[name], scores=(*scored[name].scores, score))
     return replace(result, tasks=scored, samples=tuple(samples))
 
@@ -405,62 +465,46 @@ def surroundings(model: Any, tasks: Iterable[Any] = ()) -> dict[str, Any]:
 
     from adapterswap.engines.live import Reading
 
+    # Generation pads batches on the left, likelihoods on the right.
     alone = set()
     for task in tasks:
-        kind = task.OUTPUT_TYPE if task.OUTPUT_TYPE in ("generate_until", "loglikelihood_rolling") else "loglikelihood"
         reading = Reading.of(model)
-        alike = reading.left if kind == "generate_until" else reading.right
-        if not alike:
-            alone.add(kind)
+        if task.OUTPUT_TYPE == "generate_until":
+            if not reading.left:
+                alone.add("generate_until")
+        elif not reading.right:
+            is_rolling = task.OUTPUT_TYPE == "loglikelihood_rolling"
+            alone.add("loglikelihood_rolling" if is_rolling else "loglikelihood")
 
     generation = model.generation_config.to_diff_dict()
-    return {
-        **({"one_by_one": sorted(alone)} if alone else {}),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "generation_config": {key: value for key, value in generation.items() if key != "transformers_version"},
-        "versions": {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")},
-    }
-
-
-def _collect(
-    harness_results: Mapping[str, Any], model: EvaluatedModel, settings: Mapping[str, Any]
-) -> EvaluationResult:
-    """The harness's nested dictionaries as an `EvaluationResult`."""
-    from adapterswap.experiments.evaluation.harness import request_key
-
-    samples: dict[str, dict[int, Sample]] = {}
-    truncated: dict[str, int] = {}
-    for task, rows in harness_results["samples"].items():
-        merged: dict[int, Sample] = {}
-        for row in rows:
-            keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
-            is_first = row["doc_id"] not in merged
-            sample = merged.setdefault(row["doc_id"], _sample(task, row))
-            _add_filter(sample, row)
-            truncated[task] = truncated.get(task, 0) + (is_first and not keys.isdisjoint(model.truncated))
-        samples[task] = merged
-    # A group without a mean of its own is among the results too, but empty.
-    tasks = {
-        name: _task_result(name, harness_results, samples[name], truncated[name], model.max_gen_toks)
-        for name in harness_results["results"]
-        if name in samples
-    }
-    groups = {
-        name: _task_result(name, harness_results, {}, 0, model.max_gen_toks)
-        for name in harness_results.get("groups", {})
-    }
-    ordered = tuple(sample for merged in samples.values() for _, sample in sorted(merged.items()))
-    return EvaluationResult(tasks=tasks, samples=ordered, settings=settings, groups=groups)
+    around: dict[str, Any] = {}
+    if alone:
+        around["one_by_one"] = sorted(alone)
+    around["dtype"] = str(model.dtype).removeprefix("torch.")
+    around["device"] = model.device.type
+    around["generation_config"] = {key: value for key, value in generation.items() if key != "transformers_version"}
+    around["versions"] = {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")}
+    return around
 
 
 def _sample(task: str, row: Mapping[str, Any]) -> Sample:
+    """A document's sample, without answers and scores; `row` is any of the harness's rows for it."""
     from adapterswap.experiments.evaluation.harness import CutOutput
 
-    outputs = [output for responses in row["resps"] for output in responses]
-    responses = [str(first) if isinstance(first, str) else first for first, *_ in row["resps"]]
-    are_choices = len(responses) > 1 and all(len(arguments) > 1 for arguments in row["arguments"])
-    continuations = [arguments[1] for arguments in row["arguments"]] if are_choices else []
+    # The harness has several responses to a request if a task repeats it; the first one stands for it.
+    responses: list[Any] = []
+    is_cut = False
+    for first, *more in row["resps"]:
+        responses.append(str(first) if isinstance(first, str) else first)
+        is_cut = is_cut or any(isinstance(output, CutOutput) for output in (first, *more))
+
+    # Several requests, each with a continuation, are the choices of one question.
+    choices = []
+    if len(responses) > 1 and all(len(arguments) > 1 for arguments in row["arguments"]):
+        for arguments in row["arguments"]:
+            if isinstance(arguments[1], str):
+                choices.append(arguments[1].strip())
+
     return Sample(
         task=task,
         doc_id=int(row["doc_id"]),
@@ -470,8 +514,8 @@ def _sample(task: str, row: Mapping[str, Any]) -> Sample:
         output=responses[0] if len(responses) == 1 else responses,
         answers={},
         scores={},
-        cut=any(isinstance(output, CutOutput) for output in outputs),
-        choices=tuple(text.strip() for text in continuations if isinstance(text, str)),
+        cut=is_cut,
+        choices=tuple(choices),
     )
 
 
@@ -481,42 +525,58 @@ def _add_filter(sample: Sample, row: Mapping[str, Any]) -> None:
 
     assert isinstance(sample.answers, dict)
     assert isinstance(sample.scores, dict)
+
     answers = [answer_text(answer) for answer in row["filtered_resps"]]
     sample.answers[row["filter"]] = answers[0] if len(answers) == 1 else str(answers)
-    numbers = {metric: row[metric] for metric in row["metrics"]}
-    sample.scores[row["filter"]] = {
-        metric: float(value) for metric, value in numbers.items() if isinstance(value, int | float)
-    }
+
+    scores = {}
+    for metric in row["metrics"]:
+        if isinstance(row[metric], int | float):
+            scores[metric] = float(row[metric])
+    sample.scores[row["filter"]] = scores
 
 
 def _task_result(
     name: str, harness_results: Mapping[str, Any], samples: Mapping[int, Sample], truncated: int, max_gen_toks: int
 ) -> TaskResult:
+    """The harness's numbers for a task, or for a group, which has no samples."""
     from adapterswap.experiments.evaluation.harness import output_limit
 
     numbers = harness_results["results"][name]
+    higher_is_better = harness_results["higher_is_better"].get(name) or {}
+
+    # Its keys are `acc,none` and `acc_stderr,none`, beside others without a filter.
     scores = []
     for key, value in numbers.items():
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
         stderr = numbers.get(f"{metric}_stderr,{filter_name}")
-        better = (harness_results["higher_is_better"].get(name) or {}).get(metric)
-        scores.append(
-            Score(metric, filter_name, float(value), stderr if isinstance(stderr, float) else None, better is not False)
-        )
+        if not isinstance(stderr, float):
+            stderr = None
+        scores.append(Score(metric, filter_name, float(value), stderr, higher_is_better.get(metric) is not False))
+
+    # The harness counts scores, so its number of documents is 0 for a task without any.
+    effective = harness_results["n-samples"].get(name, {}).get("effective", 0)
+    num_docs = int(numbers.get("sample_len", effective)) or len(samples)
+
+    num_fewshot = harness_results["n-shot"].get(name)
+    if num_fewshot is not None or samples:
+        num_fewshot = int(num_fewshot or 0)
+
     config = harness_results["configs"].get(name, {})
-    generates = config.get("output_type") == "generate_until"
-    shots = harness_results["n-shot"].get(name)
+    cut = most = None
+    if config.get("output_type") == "generate_until":
+        cut = sum(sample.cut for sample in samples.values())
+        most = output_limit(config.get("generation_kwargs"), max_gen_toks)
+
     return TaskResult(
         name=name,
-        # The harness counts scores, so its number is 0 for a task without any.
-        num_docs=int(numbers.get("sample_len", harness_results["n-samples"].get(name, {}).get("effective", 0)))
-        or len(samples),
-        num_fewshot=int(shots or 0) if samples or shots is not None else None,
+        num_docs=num_docs,
+        num_fewshot=num_fewshot,
         version=str(harness_results["versions"].get(name)),
         scores=tuple(scores),
-        cut=sum(sample.cut for sample in samples.values()) if generates else None,
+        cut=cut,
         truncated=truncated,
-        max_gen_toks=output_limit(config.get("generation_kwargs"), max_gen_toks) if generates else None,
+        max_gen_toks=most,
     )

@@ -59,6 +59,7 @@ def in_batches(
         measured: returns the lengths of texts in tokens.
         alone: whether a request must have a batch of its own.
     """
+    # Generation settings → text → the places of its requests; and the longest text that a request of it reads.
     kinds: dict[str, dict[str, list[int]]] = {}
     longest: dict[tuple[str, str], str] = {}
     batches: list[list[int]] = []
@@ -67,17 +68,24 @@ def in_batches(
             batches.append([place])
             continue
         text, *more = request.args
-        generated = bool(more) and isinstance(more[0], dict)
-        kind = request_key("", more[0]) if generated else ""
-        full_text = text if generated else "".join(request.args)
-        text = text or full_text  # a continuation without a context is a text of its own
+        kind = ""
+        full_text = text
+        if more and isinstance(more[0], dict):
+            kind = request_key("", more[0])
+        else:
+            full_text = "".join(request.args)
+            text = text or full_text  # a continuation without a context is a text of its own
         kinds.setdefault(kind, {}).setdefault(text, []).append(place)
         longest[kind, text] = max(longest.get((kind, text), ""), full_text, key=len)
+
     lengths = dict(zip(longest, measured(list(longest.values())), strict=True))
     for kind, places in kinds.items():
         texts = sorted(places, key=lambda text: (-lengths[kind, text], text))
         for begin in range(0, len(texts), size):
-            batches.append([place for text in texts[begin : begin + size] for place in places[text]])
+            batch = []
+            for text in texts[begin : begin + size]:
+                batch += places[text]
+            batches.append(batch)
     return batches
 
 
@@ -130,8 +138,16 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
     number.
     """
     spec = mgsm_task(name, folder)
-    language = spec.solutions_from.code
     rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
+
+    first = {"function": "take_first"}
+    if spec.strict_pattern is None:  # direct tasks compare the whole output
+        stock = {"name": "remove_whitespace", "filter": [{"function": "remove_whitespace"}, first]}
+    else:
+        strict = {"function": "regex", "regex_pattern": spec.strict_pattern}
+        stock = {"name": "strict-match", "filter": [strict, first]}
+    flexible = {"function": "regex", "regex_pattern": _FLEXIBLE, "group_select": -1}
+
     return OfflineTask(
         {"test": rows},
         {
@@ -151,9 +167,9 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
                 "do_sample": False,
             },
             "filter_list": [
-                _stock_filter(spec.strict_pattern),
-                {"name": "flexible-extract", "filter": [_regex(_FLEXIBLE, group_select=-1), _FIRST]},
-                {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]},
+                stock,
+                {"name": "flexible-extract", "filter": [flexible, first]},
+                _normalized(spec.solutions_from.code),
             ],
             "process_results": _score,
             "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
@@ -164,7 +180,7 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
 
 def add_normalized(task: ConfigurableTask, language: str) -> None:
     """Score a task of the harness's own by `normalized` too, besides its own filters, which stay as they are."""
-    for number, row in enumerate(task.eval_docs):
+    for number, row in enumerate(task.eval_docs):  # raises before the model is asked
         _gold(task, number, row["answer_number"])
     stock = task.process_results
 
@@ -174,10 +190,14 @@ def add_normalized(task: ConfigurableTask, language: str) -> None:
             return dict(stock(doc, results))
         return {"exact_match": float(answer == _gold(task, 0, doc["answer_number"]))}
 
-    normalized_filter = {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
-    task.set_config("filter_list", [*task.config.filter_list, normalized_filter])
+    task.set_config("filter_list", [*task.config.filter_list, _normalized(language)])
     task._filters.append(build_filter_ensemble("normalized", [(NormalizedFilter, {"language": language})]))
     task.process_results = scored
+
+
+def _normalized(language: str) -> dict[str, Any]:
+    """Our filter, as a task's config has it."""
+    return {"name": "normalized", "filter": [{"function": NormalizedFilter, "language": language}]}
 
 
 def _gold(task: ConfigurableTask, number: int, text: Any) -> Decimal:
@@ -192,20 +212,8 @@ def _gold(task: ConfigurableTask, number: int, text: Any) -> Decimal:
     return Decimal(plain)
 
 
-_FIRST = {"function": "take_first"}
-
-
-def _regex(pattern: str, **options: Any) -> dict[str, Any]:
-    return {"function": "regex", "regex_pattern": pattern, **options}
-
-
-def _stock_filter(strict_pattern: str | None) -> dict[str, Any]:
-    if strict_pattern is None:  # direct tasks compare the whole output
-        return {"name": "remove_whitespace", "filter": [{"function": "remove_whitespace"}, _FIRST]}
-    return {"name": "strict-match", "filter": [_regex(strict_pattern), _FIRST]}
-
-
 def _score(doc: dict[str, str], results: list[str | Decimal | None]) -> dict[str, float]:
+    """exact_match of what a filter read: a text of the stock filters, a number or None of ours."""
     (answer,) = results
     if isinstance(answer, str):
         score = exact_match_fn(
@@ -245,6 +253,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         on_progress: Callable[[], None] | None,
     ) -> None:
         self._answers_in_batch: list[str] = []  # in the harness's order
+
         # A loaded model is tied already. If adapters wrap tied embeddings, tying again raises or removes them.
         model.tie_weights = lambda *_, **__: None
         try:
@@ -258,36 +267,40 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             )
         finally:
             del model.tie_weights
+
         # A chat template writes the special tokens itself, as in training and in transformers.
         self.add_bos_token: bool | None = False if settings.apply_chat_template else None
-        self._max_gen_toks, self._truncate, self._seed = settings.max_gen_toks, settings.truncate, settings.seed
-        self._requested_length, self._requested_size = settings.max_length, batch_size
+        self._as_chat = chat_prompts(tokenizer, settings)
+        self._may_reason = settings.enable_thinking is not False
+
+        self._max_gen_toks = settings.max_gen_toks
+        self._truncate = settings.truncate
+        self._seed = settings.seed
+        self._requested_length = settings.max_length
+        self._requested_size = batch_size
         self._lengths = ModelConfig(self.config.get_text_config().to_dict()).lengths
         self._vocabulary = Vocabulary(self.config, tokenizer)
         self._reader = OutputReader(tokenizer, self.think_end_token)
-        self._may_reason = settings.enable_thinking is not False
-        self._as_chat = chat_prompts(tokenizer, settings)
-        self._on_begin, self._on_progress = on_begin, on_progress
+
         self._processes = processes
         self._check = lru_cache(maxsize=1)(check)  # once for all kinds of requests
-        self._cut_in_batch: list[bool] = []  # in the harness's order
-        self._cut_of: dict[str, list[bool]] = {}  # by the request's key; equal requests keep their order
+        self._on_begin, self._on_progress = on_begin, on_progress
+        self.set_cache_hook(self)
+
+        # What happened: `_cut_in_batch` is in the harness's order; of equal requests in `_cut_of`, so are the flags.
+        self._cut_in_batch: list[bool] = []
+        self._cut_of: dict[str, list[bool]] = {}
         self.truncated: set[str] = set()
         self.alone: set[str] = set()
-        self.set_cache_hook(self)
 
     @property
     def max_gen_toks(self) -> int:
         """The limit for tasks without one (the harness's default of 256 is too short for Telugu and Bengali)."""
         return self._max_gen_toks
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """The most tokens of a prompt with its answer."""
-        return self._longest
-
-    @cached_property
-    def _longest(self) -> int:
         positions = self._positions()
         if self._requested_length is None:
             return min(length for length in (self._lengths.longest, positions, NO_LIMIT) if length is not None)
@@ -364,7 +377,8 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         pairs = list(dict.fromkeys(request.args for request in requests))
         lengths = dict(zip(pairs, self._processes.shared(pairs, self._length), strict=True))
         for request in requests:
-            if (length := lengths[request.args]) <= self.max_length + 1:  # the last token is only predicted
+            length = lengths[request.args]
+            if length <= self.max_length + 1:  # the last token is only predicted
                 continue
             self.truncated.add(request_key(*request.args))
             if not self._truncate:
@@ -407,10 +421,13 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
         """See the harness. These texts are no conversations, so they get their special tokens."""
         self._check()
-        before, self.add_bos_token = self.add_bos_token, None
+        before = self.add_bos_token
+        self.add_bos_token = None
         self._check_causal()
         self._choose_size("loglikelihood_rolling", "right")
-        lengths = dict(zip(texts := [request.args[0] for request in requests], self._measured(texts), strict=True))
+
+        texts = [request.args[0] for request in requests]
+        lengths = dict(zip(texts, self._measured(texts), strict=True))
         batches = in_batches(
             requests,
             self.batch_size,
@@ -431,7 +448,6 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         """The answers to all requests, in their order, from all processes."""
-
         size = self.batch_size
 
         def answer_batch(number: int) -> list[Any]:
@@ -445,17 +461,19 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
                     self.batch_size_per_gpu = 1
             with self._explained_lengths():
                 outputs = answer(batch, disable_tqdm=True)
-            if not self._cut_of:
-                return outputs
-            cut = [self._cut_of[request_key(*request.args)].pop(0) for request in batch]
-            return [CutOutput(output) if ended else output for output, ended in zip(outputs, cut, strict=True)]
+
+            # Mark the outputs that ended at the limit of tokens.
+            if self._cut_of:
+                for place, request in enumerate(batch):
+                    if self._cut_of[request_key(*request.args)].pop(0):
+                        outputs[place] = CutOutput(outputs[place])
+            return outputs
 
         if self._on_begin is not None:
             self._on_begin()
+        by_batch = self._processes.shared(range(len(batches)), answer_batch)
         answers: dict[int, Any] = {}
-        for batch, batch_answers in zip(
-            batches, self._processes.shared(range(len(batches)), answer_batch), strict=True
-        ):
+        for batch, batch_answers in zip(batches, by_batch, strict=True):
             answers |= zip(batch, batch_answers, strict=True)
         return [answers[place] for place in range(len(requests))]
 
@@ -477,10 +495,6 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
         """See the harness. On a CPU, a context with several continuations is read once."""
-        pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-        longest = self.max_length + 1 if self._lengths.alike is None else self._lengths.alike
-        alike = Reading.of(self.model).right
-        shared = shared_contexts(pairs, longest) if self.device.type == "cpu" and alike else {}
         answers: dict[int, tuple[float, bool]] = {}
 
         def on_answer(index: int, answer: tuple[float, bool]) -> None:
@@ -488,9 +502,14 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             if requests[index][0] is not None:
                 self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
 
-        if shared:
-            with torch.no_grad():
-                answer_shared(SharedContexts(self.model), pairs, shared, size=self.batch_size, on_answer=on_answer)
+        if self.device.type == "cpu" and Reading.of(self.model).right:
+            pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
+            longest = self.max_length + 1 if self._lengths.alike is None else self._lengths.alike
+            shared = shared_contexts(pairs, longest)
+            if shared:
+                with torch.no_grad():
+                    answer_shared(SharedContexts(self.model), pairs, shared, size=self.batch_size, on_answer=on_answer)
+
         others = [index for index in range(len(requests)) if index not in answers]
         if others:
             # Rolling likelihoods would show a bar despite the settings.

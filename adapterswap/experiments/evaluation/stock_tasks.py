@@ -20,7 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,25 +57,23 @@ def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
         config = entry.cfg or {} if entry else {}
         if inline_config.get("unsafe_code") or config.get("unsafe_code"):
             unsafe[name] = None
-        members = [
-            member
-            for tasks in (inline_config.get("task"), config.get("task"))
-            if isinstance(tasks, list)
-            for member in tasks
-        ]
-        if entry and entry.cfg is None:  # a tag
-            members += sorted(entry.tags)
-        if name not in seen:
-            waiting += [_named(member) for member in members]
+        if name in seen:
+            continue
         seen.add(name)
+
+        # Members stand in the group's file, or in the group around it; those of a tag in the index.
+        members: list[str | dict[str, Any]] = []
+        for tasks in (inline_config.get("task"), config.get("task")):
+            if isinstance(tasks, list):
+                members += tasks
+        if entry and entry.cfg is None:
+            members += sorted(entry.tags)
+        for member in members:
+            if isinstance(member, str):
+                waiting.append((member, {}))
+            else:
+                waiting.append((str(member.get("group") or member.get("task")), member))
     return list(unsafe)
-
-
-def _named(member: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """A member of a group: its name, and the group's settings for it."""
-    if isinstance(member, str):
-        return member, {}
-    return str(member.get("group") or member.get("task")), member
 
 
 @contextmanager
@@ -103,8 +101,11 @@ _REMEDY = "Review the code, and pass `trust_task_code=True` if you trust it"
 def harness_folder() -> Path | None:
     """The folder of the harness's own task files; None if the harness is not installed."""
     spec = importlib.util.find_spec("lm_eval")
-    places = (spec.submodule_search_locations if spec else None) or ()
-    return next((Path(place).resolve() / "tasks" for place in places), None)
+    if spec is None:
+        return None
+    for place in spec.submodule_search_locations or ():
+        return Path(place).resolve() / "tasks"
+    return None
 
 
 def refuse_task_code(names: Iterable[str], index: Mapping[str, Any], problems: Problems) -> None:
@@ -135,12 +136,15 @@ def _is_ours(path: Path) -> bool:
 def _members(config: Mapping[str, Any]) -> list[str]:
     """The names of a group's members, with those of groups inside it."""
     tasks = config.get("task")
-    names = []
+    names: list[str] = []
     for member in tasks if isinstance(tasks, list) else ():
         if isinstance(member, str):
             names.append(member)
         elif isinstance(member, dict):
-            names += [name for key in ("group", "task") if isinstance(name := member.get(key), str)]
+            for key in ("group", "task"):
+                name = member.get(key)
+                if isinstance(name, str):
+                    names.append(name)
             names += _members(member)
     return names
 
@@ -175,30 +179,22 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
         raise DataError(
             f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
         ) from None
-    content = content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        content = {}
+
     if not _is_ours(path):
-        for problem in (
-            *code_places,
-            *(f"{path} sets {_FOREIGN}: {name}" for name in foreign_in_task(content, _Function)),
-        ):
+        code_places += [f"{path} sets {_FOREIGN}: {name}" for name in foreign_in_task(content, _Function)]
+        for problem in code_places:
             problems.add(problem, _REMEDY, parameter="trust_task_code", kind=ArgumentError)
+
+    # What a file says itself has priority over what it includes.
     includes = content.pop("include", None) or []
+    if not isinstance(includes, list):
+        includes = [includes]
     merged: dict[str, Any] = {}
-    for include in includes if isinstance(includes, list) else [includes]:
+    for include in includes:
         merged |= _read(path.parent / str(include), problems, seen)
     return merged | content
-
-
-@cache
-def _bounded_template() -> type[Any]:
-    """Jinja's class of templates, for those of others: with limits of time and length."""
-    from jinja2 import Template
-
-    class BoundedTemplate(Template):
-        def render(self, *args: Any, **kwargs: Any) -> str:
-            return bounded(partial(super().render, *args, **kwargs))
-
-    return BoundedTemplate
 
 
 @contextmanager
@@ -228,19 +224,29 @@ def bounded_filters(tasks: Mapping[str, Any], *, seconds: float = 60.0) -> Itera
         for name, task in tasks.items():
             most = {"apply_filters": seconds + len(task.eval_docs) / 10, "process_results": seconds}
             for method, limit in most.items():
-                own, call = vars(task).get(method), getattr(task, method)
-                setattr(task, method, ended(name, call, limit))
-                stack.callback(setattr, task, method, own) if own else stack.callback(delattr, task, method)
+                # At the end, the instance has its own method again, or shows its class's.
+                own = vars(task).get(method)
+                setattr(task, method, ended(name, getattr(task, method), limit))
+                if own:
+                    stack.callback(setattr, task, method, own)
+                else:
+                    stack.callback(delattr, task, method)
         yield
 
 
 @contextmanager
 def rendering(*, sandboxed: bool) -> Iterator[None]:
     """Render the tasks' templates inside the block; in Jinja's sandbox, where they cannot reach Python, if asked to."""
-    from jinja2 import TemplateError
+    from jinja2 import Template, TemplateError
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
+
+    class BoundedTemplate(Template):
+        """A template with limits of time and length."""
+
+        def render(self, *args: Any, **kwargs: Any) -> str:
+            return bounded(partial(super().render, *args, **kwargs))
 
     before = utils.env
     if sandboxed:
@@ -248,7 +254,7 @@ def rendering(*, sandboxed: bool) -> Iterator[None]:
             loader=before.loader, undefined=before.undefined, keep_trailing_newline=before.keep_trailing_newline
         )
         utils.env.filters = before.filters
-        utils.env.template_class = _bounded_template()
+        utils.env.template_class = BoundedTemplate
     try:
         yield
     except SecurityError as error:
@@ -305,32 +311,35 @@ def _indexed(include_path: str | None, files: Stamps, names: frozenset[str]) -> 
 
     if any(_PATTERN & set(name) for name in names):
         return TaskManager(include_path=include_path)
-    folders = [folder for folder in (harness_folder(), include_path and Path(include_path)) if folder]
-    wanted = set(names)
+    own_folder = Path(include_path) if include_path else None
+    folders = [folder for folder in (harness_folder(), own_folder) if folder]
     all_files = TaskIndex._iter_yaml_files
+
+    # Files name further tasks, which stand in further files, until there are none.
+    wanted = set(names)
     while True:
         needed = {folder: _files_with(folder, wanted) for folder in folders}
+
+        def files_needed(root: Path, needed: Mapping[Path, Sequence[Path]] = needed) -> Iterator[Path]:
+            return iter(needed[Path(root)])
+
         # The harness's own reader, on the files that matter, in its own order: what stands twice is decided as by it.
-        TaskIndex._iter_yaml_files = staticmethod(partial(_needed_in, needed))
+        TaskIndex._iter_yaml_files = staticmethod(files_needed)
         try:
             manager = TaskManager(include_path=list(map(str, folders)), include_defaults=False)
         finally:
             TaskIndex._iter_yaml_files = staticmethod(all_files)
-        more = {
-            name for name in _named_by(manager.task_index, wanted) if _is_open(manager.task_index.get(name))
-        } - wanted
+
+        # Of the members of groups and tags, those that files may define, or have as a tag, that were not read.
+        index = manager.task_index
+        more = set()
+        for name in _named_by(index, wanted) - wanted:
+            entry = index.get(name)
+            if entry is None or entry.yaml_path is None:
+                more.add(name)
         if not more:
             return manager
         wanted |= more
-
-
-def _needed_in(needed: Mapping[Path, Sequence[Path]], root: Path) -> Iterator[Path]:
-    return iter(needed[Path(root)])
-
-
-def _is_open(entry: Any) -> bool:
-    """Whether files that were not read may define a name, or have it as their tag."""
-    return entry is None or entry.yaml_path is None
 
 
 def _named_by(index: Mapping[str, Any], names: Iterable[str]) -> set[str]:
@@ -339,7 +348,9 @@ def _named_by(index: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     waiting = [name for name in names if name in index]
     for name in waiting:  # grows while it is read
         entry = index[name]
-        members = {*entry.tags, *_members(entry.cfg or {})} if entry.cfg is None else set(_members(entry.cfg))
+        members = set(_members(entry.cfg or {}))
+        if entry.cfg is None:  # a tag
+            members.update(entry.tags)
         waiting += [member for member in members - named if member in index]
         named |= members
     return named
@@ -351,30 +362,32 @@ _INCLUDE = re.compile(rb"^include\s*:(.*(?:\n[ \t-].*)*)", re.MULTILINE)
 
 def _files_with(folder: Path, names: Iterable[str]) -> list[Path]:
     """The task files (.yaml) in a folder that mention one of the names, or include a file that does."""
-    text = re.compile(
-        rb"(?<![\w.-])(?:%s)(?![\w.-])"
-        % b"|".join(re.escape(name.encode("utf-8", "surrogatepass")) for name in sorted(names))
-    )
-    files = _texts(folder)
-    found = {path for path, content in files.items() if text.search(content)}
-    includes = {path: match[1] for path, content in files.items() if (match := _INCLUDE.search(content))}
-    new = found
+    alternatives = b"|".join(re.escape(name.encode("utf-8", "surrogatepass")) for name in sorted(names))
+    mentions = re.compile(rb"(?<![\w.-])(?:%s)(?![\w.-])" % alternatives)
+    matching = set()
+    includes = {}
+    for path, content in _texts(folder).items():
+        if mentions.search(content):
+            matching.add(path)
+        include = _INCLUDE.search(content)
+        if include:
+            includes[path] = include[1]
+
+    # Those that include them, those that include these, and so on.
+    new = matching
     while new:
         included = [path.name.encode() for path in new]
-        new = {path for path, text in includes.items() if path not in found and any(name in text for name in included)}
-        found |= new
-    return sorted((path for path in found if path.suffix == ".yaml"), key=lambda path: path.as_posix())
+        new = set()
+        for path, text in includes.items():
+            if path not in matching and any(name in text for name in included):
+                new.add(path)
+        matching |= new
+    return sorted((path for path in matching if path.suffix == ".yaml"), key=lambda path: path.as_posix())
 
 
 def _texts(folder: Path) -> dict[Path, bytes]:
-    """The content of all task files in a folder and of what they include."""
-    return _harness_texts() if folder == harness_folder() else _read_texts(folder)
-
-
-@lru_cache(maxsize=1)
-def _harness_texts() -> dict[Path, bytes]:
-    folder = harness_folder()
-    return {} if folder is None else _read_texts(folder)
+    """The content of all task files in a folder and of what they include; the harness's own are read once."""
+    return _kept_texts(folder) if folder == harness_folder() else _read_texts(folder)
 
 
 def _read_texts(folder: Path) -> dict[Path, bytes]:
@@ -389,14 +402,12 @@ def _read_texts(folder: Path) -> dict[Path, bytes]:
     return texts
 
 
-def _task_files(folder: Path) -> bytes:
-    """The text of all task files in a folder."""
-    return b"\n".join(_texts(folder).values())
+_kept_texts = lru_cache(maxsize=1)(_read_texts)
 
 
-def _harness_files() -> bytes:
-    folder = harness_folder()
-    return b"" if folder is None else _task_files(folder)
+def _task_files(folder: Path | None) -> bytes:
+    """The text of all task files in a folder, joined; none without a folder."""
+    return b"" if folder is None else b"\n".join(_texts(folder).values())
 
 
 def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, others: Iterable[str]) -> None:
@@ -406,7 +417,10 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
     reported at once. Patterns pass; `check_known` is exact.
     """
     _check_folder(include_path)
-    text = _harness_files() + (_task_files(Path(include_path)) if include_path is not None else b"")
+    text = _task_files(harness_folder())
+    if include_path is not None:
+        text += _task_files(Path(include_path))
+
     problems = Problems(ArgumentError)
     for name in names:
         if not _PATTERN & set(name) and name.encode("utf-8", "surrogatepass") not in text:
@@ -417,7 +431,7 @@ def check_mentioned(names: Sequence[str], include_path: str | Path | None, *, ot
 
 def mentioned_names(start: str) -> list[str]:
     """The names in the harness's task files that begin with `start`; none if the harness is not installed."""
-    known = {name.decode() for name in _NAMES.findall(_harness_files())}
+    known = {name.decode() for name in _NAMES.findall(_task_files(harness_folder()))}
     return sorted(name for name in known if name.startswith(start))
 
 
@@ -427,13 +441,16 @@ def _add_unknown(name: str, known: Sequence[str], problems: Problems) -> None:
 
 
 def _check_folder(include_path: str | Path | None) -> None:
-    if include_path is not None and not Path(include_path).is_dir():
+    """Refuse an `include_path` that is not a folder, or that holds a task file which cannot be read."""
+    if include_path is None:
+        return
+    if not Path(include_path).is_dir():
         raise NotFoundError(
             f"`include_path` is {include_path}, which is not a folder",
             "Pass the folder that holds your task files (YAML)",
             parameter="include_path",
         )
-    for path in () if include_path is None else sorted(Path(include_path).rglob("*.yaml")):
+    for path in sorted(Path(include_path).rglob("*.yaml")):
         if not path.is_dir():  # the harness opens each of them, also a pipe, for which it would wait
             _checked(path)
 
@@ -442,11 +459,16 @@ def _checked(path: Path) -> bytes:
     """The bytes of a task file. A few lines with aliases can stand for billions of values."""
     raw = read_small(path, "Correct the task file", limit=_MOST_BYTES, kind=DataError)
     try:
-        waiting, count = [(yaml.compose(raw, Loader=_SAFE), 0)], 0
+        waiting = [(yaml.compose(raw, Loader=_SAFE), 0)]
+        count = 0
         while waiting:
             node, depth = waiting.pop()
-            inner = node.value if isinstance(node, yaml.CollectionNode) else []
-            inner = [part for item in inner for part in (item if isinstance(item, tuple) else (item,))]
+            inner: list[Any] = []
+            if isinstance(node, yaml.MappingNode):  # pairs of a key and a value
+                for key_and_value in node.value:
+                    inner += key_and_value
+            elif isinstance(node, yaml.CollectionNode):
+                inner = node.value
             count += len(inner)
             if count > _MOST_VALUES or depth > _MOST_DEPTH:
                 raise ValueError(f"it has more than {_MOST_VALUES:,} values or {_MOST_DEPTH} levels")
@@ -464,10 +486,11 @@ def check_known(names: Sequence[str], include_path: str | Path | None, *, others
     """Refuse names and patterns that match no task, group or tag."""
     problems = Problems(ArgumentError)
     _check_folder(include_path)
-    manager = _manager(names, str(include_path) if include_path else None)
+    folder = str(include_path) if include_path else None
+    manager = _manager(names, folder)
     for name in names:
         if not manager.match_tasks([name]):
-            known = {*others, *_manager(["*"], str(include_path) if include_path else None).all_tasks}
+            known = {*others, *_manager(["*"], folder).all_tasks}
             _add_unknown(name, sorted(known), problems)
     problems.raise_if_any()
 
@@ -478,17 +501,21 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
 
     manager = _manager(names, include_path)
     matched = manager.match_tasks(list(names))
+
+    # What can be seen in the files, before anything in them runs.
+    is_untrusted = include_path is not None and not trust_task_code
     problems = Problems(ArgumentError)
-    if include_path is not None and not trust_task_code:
+    if is_untrusted:
         refuse_task_code(matched, manager.task_index, problems)
     if not unsafe_code:
         with problems.collect():
             _refuse_code(unsafe_tasks(matched, manager.task_index))
     problems.raise_if_any()
+
     try:
         with (
             code_allowed(unsafe_code),
-            rendering(sandboxed=include_path is not None and not trust_task_code),
+            rendering(sandboxed=is_untrusted),
             from_source() if include_path is not None else nullcontext(),
             uncounted(),
         ):
@@ -514,13 +541,16 @@ def load_stock(names: Sequence[str], include_path: str | None, unsafe_code: bool
             "needs. For your own task, check its files and data",
             parameter="tasks",
         ) from error
-    for name, task in loaded["tasks"].items():
+
+    # Tasks written in Python declare what they need only once they are loaded.
+    tasks = loaded["tasks"]
+    for name, task in tasks.items():
         if getattr(task, "MULTIMODAL", False):
             raise UnsupportedError(
                 f"The task {name} needs images or audio", "Run it with lm_eval instead", parameter="tasks"
             )
-    if not unsafe_code:  # tasks written in Python declare it only once they are loaded
-        _refuse_code([name for name, task in loaded["tasks"].items() if getattr(task, "UNSAFE_CODE", False)])
+    if not unsafe_code:
+        _refuse_code([name for name, task in tasks.items() if getattr(task, "UNSAFE_CODE", False)])
     return loaded
 
 

@@ -5,12 +5,12 @@ Reads names, shapes and the config of a model without weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, Partition, check_one_list, parse_layers
+from adapterswap.core import Adapter, Base, Composition, Depth, ModelConfig, check_one_list, parse_layers
 from adapterswap.core.model.layers import ModuleName, layer_container
 from adapterswap.core.writing.peft_config import Shape
 from adapterswap.experiments.training.recipe import SIDES, AdapterOptions, Side, TrainRecipe
@@ -326,9 +326,9 @@ class _Targeted:
         if self._head is None:
             return None
         embeddings = self.model.get_input_embeddings()
-        tied = []
+        tied: list[Any] = []
         for weight in self.adaptable.values():
-            tied += [self.model.get_submodule(name) for name in weight.tied]
+            tied += map(self.model.get_submodule, weight.tied)
         has_both = any(module is self._head for module in tied) and any(module is embeddings for module in tied)
         return embeddings if has_both else None
 
