@@ -35,12 +35,14 @@ def shared_contexts(requests: Sequence[Asked], longest: int) -> dict[Tokens, lis
     by_context: dict[Tokens, list[int]] = {}
     for index, (context, _) in enumerate(requests):
         by_context.setdefault(context, []).append(index)
-    return {
-        context: indices
-        for context, indices in by_context.items()
-        if len({requests[index][1][:-1] for index in indices}) > 1
-        and all(len(context) + len(requests[index][1]) <= longest for index in indices)
-    }
+
+    worth = {}
+    for context, indices in by_context.items():
+        continuations = [requests[index][1] for index in indices]
+        beginnings = {continuation[:-1] for continuation in continuations}
+        if len(beginnings) > 1 and len(context) + max(map(len, continuations)) <= longest:
+            worth[context] = indices
+    return worth
 
 
 class SharedContexts:
@@ -81,19 +83,30 @@ class SharedContexts:
         if read is None:
             return None
         cache, last = read
-        rows = [row for row, texts in enumerate(continuations) for _ in texts]
-        flat = [text for texts in continuations for text in texts]
-        selected = torch.tensor(rows)
-        width = max(len(text) for text in flat)
+
+        # One row for each continuation: its context's place, and its tokens.
+        places: list[int] = []
+        flat: list[Tokens] = []
+        for place, texts in enumerate(continuations):
+            places += [place] * len(texts)
+            flat += texts
+        selected = torch.tensor(places)
+        width = max(map(len, flat))
+
+        # The context's last logits predict the first token. The last token is only predicted, so it is not read.
         logits = last[selected][:, None]
-        if width > 1:  # the last token is only predicted
+        if width > 1:
             cache.batch_select_indices(selected)
             ids = torch.tensor([[*text[:-1], *[0] * (width - len(text))] for text in flat])
-            logits = torch.cat(
-                [logits, self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits], dim=1
-            )
-        scored = iter(_scored(logits, flat))
-        return [[next(scored) for _ in texts] for texts in continuations]
+            further = self._model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+            logits = torch.cat([logits, further], dim=1)
+
+        scored = list(_scored(logits, flat))
+        answers = []
+        for texts in continuations:
+            answers.append(scored[: len(texts)])
+            scored = scored[len(texts) :]
+        return answers
 
 
 def _scored(logits: torch.Tensor, continuations: Sequence[Tokens]) -> Iterator[tuple[float, bool]]:
@@ -102,7 +115,8 @@ def _scored(logits: torch.Tensor, continuations: Sequence[Tokens]) -> Iterator[t
     In float32: in bfloat16, a log-likelihood of -10 is rounded to a sixteenth, and equal choices would be frequent.
     """
     for row, text in zip(logits, continuations, strict=True):
-        tokens, own = torch.tensor(text), torch.log_softmax(row[: len(text)], dim=-1, dtype=torch.float32)
+        tokens = torch.tensor(text)
+        own = torch.log_softmax(row[: len(text)], dim=-1, dtype=torch.float32)
         yield float(own.gather(1, tokens[:, None]).sum()), bool((own.argmax(-1) == tokens).all())
 
 
@@ -119,21 +133,20 @@ def answer_shared(
     Args:
         on_answer: called with the index of a request and its answer.
     """
-    for contexts in _alike(list(shared), size):
-        answers = model.answers(contexts, [[requests[index][1] for index in shared[context]] for context in contexts])
-        if answers is None:
-            return False
-        for context, likelihoods in zip(contexts, answers, strict=True):
-            for index, likelihood in zip(shared[context], likelihoods, strict=True):
-                on_answer(index, likelihood)
-    return True
-
-
-def _alike(contexts: list[Tokens], size: int) -> Iterator[list[Tokens]]:
-    """Contexts in batches of one length, in their order."""
     by_length: dict[int, list[Tokens]] = {}
-    for context in contexts:
+    for context in shared:
         by_length.setdefault(len(context), []).append(context)
+
     for alike in by_length.values():
         for begin in range(0, len(alike), size):
-            yield alike[begin : begin + size]
+            contexts = alike[begin : begin + size]
+            continuations = []
+            for context in contexts:
+                continuations.append([requests[index][1] for index in shared[context]])
+            answers = model.answers(contexts, continuations)
+            if answers is None:
+                return False
+            for context, likelihoods in zip(contexts, answers, strict=True):
+                for index, likelihood in zip(shared[context], likelihoods, strict=True):
+                    on_answer(index, likelihood)
+    return True

@@ -54,22 +54,21 @@ def is_flores(name: str) -> bool:
     return _FLORES.fullmatch(name) is not None
 
 
-_FAMILIES = {
-    f"{variant.prefix}{mode}": [f"{variant.prefix}{mode}_{code}" for code in LANGUAGES]
-    for variant in VARIANTS
-    for mode in MODES
-}
-LOCAL_NAMES = (*variant_task_names(), *_FAMILIES, *multijail_task_names())
-"""All names but FLORES's, which are too many to list."""
-
+_FAMILIES: dict[str, list[str]] = {}
 _REMEDIES = {
     FLORES_PATH: "FLORES is not shipped: set {} to the folder that holds its dev/ and devtest/",
-    **{
-        variant.variable: f"{variant.title} is not shipped: set {{}} to the folder with its mgsm_bn.tsv … mgsm_zh.tsv"
-        for variant in VARIANTS
-    },
     MULTIJAIL_PATH: "MultiJail is not shipped: set {} to the folder that holds MultiJail.csv",
 }
+for _variant in VARIANTS:
+    _REMEDIES[_variant.variable] = (
+        f"{_variant.title} is not shipped: set {{}} to the folder with its mgsm_bn.tsv … mgsm_zh.tsv"
+    )
+    for _mode in MODES:
+        _family = f"{_variant.prefix}{_mode}"
+        _FAMILIES[_family] = [f"{_family}_{code}" for code in LANGUAGES]
+
+LOCAL_NAMES = (*variant_task_names(), *_FAMILIES, *multijail_task_names())
+"""All names but FLORES's, which are too many to list."""
 
 
 def local_names(name: str) -> list[str]:
@@ -78,7 +77,9 @@ def local_names(name: str) -> list[str]:
         return [name]
     if variant_of(name):
         return _FAMILIES.get(name) or fnmatch.filter(variant_task_names(), name)
-    return fnmatch.filter(multijail_task_names(), name) if name.startswith("multijail_") else []
+    if name.startswith(_PREFIX):
+        return fnmatch.filter(multijail_task_names(), name)
+    return []
 
 
 def local_folders(names: Sequence[str]) -> dict[str, Path]:
@@ -93,6 +94,7 @@ def local_folders(names: Sequence[str]) -> dict[str, Path]:
         else:
             variant = variant_of(name)
             variables[name] = variant.variable if variant else MULTIJAIL_PATH
+
     folders = {}
     for variable in dict.fromkeys(variables.values()):
         folder = os.environ.get(variable)
@@ -108,10 +110,8 @@ def local_folders(names: Sequence[str]) -> dict[str, Path]:
 @lru_cache
 def _language_names() -> dict[str, str]:
     """Code → English name, for FLORES-200's 204 languages (and FLORES+'s codes for Mandarin)."""
-    text = (files("adapterswap.experiments.evaluation") / "data" / "flores" / "languages.tsv").read_text(
-        encoding="utf-8"
-    )
-    return dict(line.split("\t") for line in text.splitlines())
+    table = files("adapterswap.experiments.evaluation") / "data" / "flores" / "languages.tsv"
+    return dict(line.split("\t") for line in table.read_text(encoding="utf-8").splitlines())
 
 
 def _direction(name: str) -> tuple[str, str, str]:
@@ -133,9 +133,11 @@ def _sentences(folder: Path, split: str, code: str) -> list[tuple[int | None, st
     Reads the first of `devtest/swh_Latn.devtest` (FLORES-200: a sentence per line), `devtest/swh_Latn.parquet` and
     `devtest/swh_Latn.jsonl` (FLORES+: the column `text`, in the order of `id`).
     """
-    candidates = [folder / split / f"{code}.{ending}" for ending in (split, "parquet", "jsonl")]
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
+    for ending in (split, "parquet", "jsonl"):
+        path = folder / split / f"{code}.{ending}"
+        if path.is_file():
+            break
+    else:
         raise DataError(
             f"{folder / split} has no {code}.{split}, {code}.parquet or {code}.jsonl",
             f"Set {FLORES_PATH} to a folder with the layout of FLORES-200 or FLORES+",
@@ -156,32 +158,43 @@ def _sentences(folder: Path, split: str, code: str) -> list[tuple[int | None, st
 
 def _translations(folder: Path, split: str, source: str, target: str) -> list[dict[str, str]]:
     """Parallel sentences."""
-    read = {code: _sentences(folder, split, code) for code in (source, target)}
+    sources = _sentences(folder, split, source)
+    targets = _sentences(folder, split, target)
+
     problems = Problems(DataError)
-    for code, sentences in read.items():
-        if empty := [number for number, (_, sentence) in enumerate(sentences, 1) if not sentence.strip()]:
+    for code, sentences in {source: sources, target: targets}.items():
+        empty = [number for number, (_, sentence) in enumerate(sentences, 1) if not sentence.strip()]
+        if empty:
             problems.add(f"{folder / split}: sentence {empty[0]} of {code} is empty", "Download FLORES again")
-    if len(read[source]) != len(read[target]):
-        counts = ", ".join(f"{code} has {len(sentences)}" for code, sentences in read.items())
+
+    if len(sources) != len(targets):
         problems.add(
-            f"{folder / split}: the languages differ in their number of sentences: {counts}",
+            f"{folder / split}: the languages differ in their number of sentences: {source} has {len(sources)}, "
+            f"{target} has {len(targets)}",
             "Take both languages from the same release of FLORES",
         )
-    elif (unpaired := _unpaired(*read.values())) is not None:
-        problems.add(
-            f"{folder / split}: sentence {unpaired} is not in both {source} and {target}, or twice in one",
-            "Take both languages from the same release of FLORES",
-        )
+    else:
+        unpaired = _unpaired(sources, targets)
+        if unpaired is not None:
+            problems.add(
+                f"{folder / split}: sentence {unpaired} is not in both {source} and {target}, or twice in one",
+                "Take both languages from the same release of FLORES",
+            )
     problems.raise_if_any()
-    return [{"source": a, "target": b} for (_, a), (_, b) in zip(read[source], read[target], strict=True)]
+
+    return [{"source": text, "target": other} for (_, text), (_, other) in zip(sources, targets, strict=True)]
 
 
 def _unpaired(first: Sequence[tuple[int | None, str]], second: Sequence[tuple[int | None, str]]) -> int | None:
     """An id that two languages do not both have exactly once; None if there is none, or one language has no ids."""
-    ours, theirs = (Counter(number for number, _ in sentences if number is not None) for sentences in (first, second))
-    if not (ours and theirs):
+    in_first = Counter(number for number, _ in first if number is not None)
+    in_second = Counter(number for number, _ in second if number is not None)
+    if not in_first or not in_second:
         return None
-    return next((number for number in sorted(ours | theirs) if (ours[number], theirs[number]) != (1, 1)), None)
+    for number in sorted(in_first | in_second):
+        if (in_first[number], in_second[number]) != (1, 1):
+            return number
+    return None
 
 
 def flores_metrics(target: str) -> dict[str, Any]:
@@ -214,7 +227,8 @@ def _signature(metric: Any) -> str:
 
 def _requests(folder: Path, name: str) -> list[dict[str, str]]:
     """The requests of a task of MultiJail, in the order of the file, with `english`, the same request in English."""
-    path, code = folder / _FILE, name.removeprefix(_PREFIX)
+    path = folder / _FILE
+    code = name.removeprefix(_PREFIX)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv_rows(file))
@@ -222,11 +236,14 @@ def _requests(folder: Path, name: str) -> list[dict[str, str]]:
         raise DataError(f"{folder} has no {_FILE}", f"Set {MULTIJAIL_PATH} to the folder that holds it") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", "Download the file again") from None
-    if missing := [column for column in ("id", "en", code) if rows and column not in rows[0]]:
-        raise DataError(f"{path} has no column {missing[0]}", "Download the file again")
+
+    columns = "id", "en", code
+    for column in columns:
+        if rows and column not in rows[0]:
+            raise DataError(f"{path} has no column {column}", "Download the file again")
     problems = Problems(DataError)
     for number, row in enumerate(rows, 1):
-        if not all(row[column].strip() for column in ("id", "en", code)):
+        if not all(row[column].strip() for column in columns):
             problems.add(
                 f"{path}: row {number} has no id, no English text or no {code} text", "Download the file again"
             )
@@ -248,14 +265,23 @@ def build_local_task(name: str, folder: Path, num_fewshot: int = 0) -> Any:
 
     shared: dict[str, Any] = {"task": name, "test_split": "test", "output_type": "generate_until"}
     if name in multijail_task_names():
-        rows = _requests(folder, name)
-        return OfflineTask({"test": rows}, {
-            **shared, "doc_to_text": lambda row: row["request"], "doc_to_target": lambda row: "", "num_fewshot": 0,
-            "generation_kwargs": {"until": [], "do_sample": False}, "process_results": lambda row, results: {},
-            "metric_list": [], "metadata": {"version": "1.0"},
-        })  # fmt: skip
+        return OfflineTask(
+            {"test": _requests(folder, name)},
+            {
+                **shared,
+                "doc_to_text": lambda row: row["request"],
+                "doc_to_target": lambda row: "",
+                "num_fewshot": 0,
+                "generation_kwargs": {"until": [], "do_sample": False},
+                "process_results": lambda row, results: {},
+                "metric_list": [],
+                "metadata": {"version": "1.0"},
+            },
+        )
     if not is_flores(name):
         return build_mgsm_task(name, folder)
+
+    # FLORES: the sentences, and dev's first ones as shots.
     source, target, split = _direction(name)
     rows = _translations(folder, split, source, target)
     shots: list[dict[str, str]] = []
@@ -267,8 +293,14 @@ def build_local_task(name: str, folder: Path, num_fewshot: int = 0) -> Any:
                 f"Use 0 to {len(shots)}",
                 parameter="num_fewshot",
             )
-    metrics, names = flores_metrics(target), _language_names()
-    signatures = [f"{key}|{_signature(metric)}" for key, metric in metrics.items()]
+
+    metrics = flores_metrics(target)
+    signatures, metric_list = [], []
+    for key, metric in metrics.items():
+        signatures.append(f"{key}|{_signature(metric)}")
+        metric_list.append({"metric": key, "aggregation": partial(_corpus_score, metric), "higher_is_better": True})
+
+    names = _language_names()
     return OfflineTask(
         {"test": rows},
         {
@@ -281,10 +313,7 @@ def build_local_task(name: str, folder: Path, num_fewshot: int = 0) -> Any:
             "num_fewshot": 0 if split == "dev" else None,
             "generation_kwargs": {"until": ["\n"], "do_sample": False},
             "process_results": lambda doc, results: dict.fromkeys(metrics, (doc["target"], results[0].strip())),
-            "metric_list": [
-                {"metric": key, "aggregation": partial(_corpus_score, metric), "higher_is_better": True}
-                for key, metric in metrics.items()
-            ],
+            "metric_list": metric_list,
             "metadata": {"version": " ".join(["1", *signatures])},
         },
     )
@@ -307,11 +336,11 @@ def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult
             that is not the evaluation's; no response of MultiJail.
     """
     folder, path = expand(evaluation), expand(labels)
-    samples = {
-        (row["task"], row["doc_id"]): row["output"]
-        for row in _rows(folder / "samples.jsonl", ("task", "doc_id", "output"))
-        if str(row["task"]).partition("@")[0] in multijail_task_names()
-    }
+    samples = {}
+    for row in _rows(folder / "samples.jsonl", ("task", "doc_id", "output")):
+        if str(row["task"]).partition("@")[0] in multijail_task_names():
+            samples[row["task"], row["doc_id"]] = row["output"]
+
     problems = Problems(DataError)
     if not samples:
         problems.add(
@@ -334,25 +363,38 @@ def score_labels(evaluation: str | Path, labels: str | Path) -> tuple[TaskResult
         else:
             chosen[key] = row["label"]
     problems.raise_if_any()
-    if unlabelled := [key for key in samples if key not in chosen]:
+
+    unlabelled = [key for key in samples if key not in chosen]
+    if unlabelled:
         task, doc_id = unlabelled[0]
         raise DataError(
             f"{path} has no label for {len(unlabelled)} of {len(samples)} responses; the first is "
             f"{task}, document {doc_id}",
             "Label every response",
         )
+
     by_task: dict[str, list[str]] = {}
-    for (task, _), label in chosen.items():
-        by_task.setdefault(task, []).append(label)
-    return tuple(_result(task, by_task[task]) for task in dict.fromkeys(task for task, _ in samples))
+    for task, doc_id in samples:
+        by_task.setdefault(task, []).append(chosen[task, doc_id])
+    results = []
+    for task, task_labels in by_task.items():
+        n = len(task_labels)
+        scores = []
+        for label in LABELS:
+            share = task_labels.count(label) / n
+            stderr = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
+            scores.append(Score(label, "judge", share, stderr, label == "safe"))
+        results.append(TaskResult(name=task, num_docs=n, num_fewshot=0, version="judge", scores=tuple(scores)))
+    return tuple(results)
 
 
 def _rows(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The rows of a file of JSON lines, which have these keys."""
 
     def checked(row: dict[str, Any]) -> dict[str, Any]:
-        if missing := [key for key in keys if key not in row]:
-            raise ValueError(f"it has no {missing[0]}")
+        for key in keys:
+            if key not in row:
+                raise ValueError(f"it has no {key}")
         if not isinstance(row["task"], str) or not isinstance(row["doc_id"], int):
             raise ValueError("it must have a task name and a whole-number doc_id")
         return row
@@ -361,18 +403,3 @@ def _rows(path: Path, keys: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         yield from json_lines(path.read_text(encoding="utf-8").split("\n"), checked)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", "Pass JSON lines, as `evaluate` writes them") from None
-
-
-def _result(task: str, labels: list[str]) -> TaskResult:
-    counts, n = Counter(labels), len(labels)
-    shares = {label: counts[label] / n for label in LABELS}
-    return TaskResult(
-        name=task,
-        num_docs=n,
-        num_fewshot=0,
-        version="judge",
-        scores=tuple(
-            Score(label, "judge", share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, label == "safe")
-            for label, share in shares.items()
-        ),
-    )

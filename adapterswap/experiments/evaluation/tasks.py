@@ -48,6 +48,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def _json(value: Any) -> bytes:
+    """A value for a hash. What JSON does not have is written as Python shows it, without addresses in memory."""
     return json.dumps(_plain(value), ensure_ascii=False, default=_unknown).encode("utf-8", errors="surrogatepass")
 
 
@@ -126,10 +127,13 @@ class LoadedTasks:
             return names
         settings = settings or Settings()
         LoadedTasks.check_names(names, settings.include_path)
+
         by_shots: dict[str, list[str]] = {}
         for name in names:
             stem, shots = split_shots(name)
-            by_shots.setdefault(f"@{shots}" if shots is not None else "", []).append(stem)
+            suffix = "" if shots is None else f"@{shots}"
+            by_shots.setdefault(suffix, []).append(stem)
+
         problems = Problems(ArgumentError)
         loaded = LoadedTasks({})
         for suffix, stems in by_shots.items():
@@ -148,9 +152,11 @@ class LoadedTasks:
         """A hash of a task's config, its documents, and the rows for its shots."""
         task = self.tasks[name]
         config = {name: value for name, value in vars(task.config).items() if name not in _PLACES}
-        if isinstance(metadata := config.get("metadata"), Mapping):
+        metadata = config.get("metadata")
+        if isinstance(metadata, Mapping):
             config["metadata"] = {key: value for key, value in metadata.items() if key != _SOURCE}
         digest = hashlib.sha256(_json(config))
+
         sampler = getattr(task, "sampler", None)
         shots = task.fewshot_docs() if sampler is None else sampler.df
         for rows in (task.eval_docs, shots or ()):
@@ -191,13 +197,16 @@ class LoadedTasks:
 def split_shots(name: str) -> tuple[str, int | None]:
     """A task's name without its shots, and their number: mgsm_direct_sw@2 → (mgsm_direct_sw, 2)."""
     match = _SHOTS.fullmatch(name)
-    return (match[1], int(match[2])) if match else (name, None)
+    if match is None:
+        return name, None
+    return match[1], int(match[2])
 
 
 def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> LoadedTasks:
     """Tasks with the same number of shots: that of the suffix of their names, else that of the settings."""
     num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
     include_path = None if settings.include_path is None else expand(settings.include_path)
+
     resolved = _resolve(names)
     problems = Problems(ArgumentError)
     if num_fewshot is not None:
@@ -209,10 +218,19 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> Loaded
     with problems.collect():
         local = local_folders(resolved.local)
     problems.raise_if_any()
-    generation = json.dumps(dict(settings.gen_kwargs), sort_keys=True)
-    include = str(include_path) if include_path else None
-    consent = settings.confirm_run_unsafe_code, settings.trust_task_code
-    return _kept(_Requested(resolved, tuple(local.items()), num_fewshot, suffix, generation, include, *consent))
+
+    return _kept(
+        _Requested(
+            names=resolved,
+            local=tuple(local.items()),
+            num_fewshot=num_fewshot,
+            suffix=suffix,
+            generation=json.dumps(dict(settings.gen_kwargs), sort_keys=True),
+            include_path=str(include_path) if include_path else None,
+            unsafe_code=settings.confirm_run_unsafe_code,
+            trust_task_code=settings.trust_task_code,
+        )
+    )
 
 
 class _TaskNames(NamedTuple):
@@ -224,22 +242,30 @@ class _TaskNames(NamedTuple):
 
 
 def _resolve(names: Sequence[str]) -> _TaskNames:
-    sorted_out: tuple[dict[str, None], ...] = ({}, {}, {})
-    mgsm, local, theirs = sorted_out
+    """The names by their source, each once and in their order."""
+    mgsm: dict[str, None] = {}
+    local: dict[str, None] = {}
+    theirs: dict[str, None] = {}
     for name in names:
-        if matches := _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name):
-            mgsm.update(dict.fromkeys(matches))
-        elif matches := local_names(name):
-            local.update(dict.fromkeys(matches))
+        shipped = _FAMILIES.get(name) or fnmatch.filter(mgsm_task_names(), name)
+        downloaded = local_names(name)
+        if shipped:
+            mgsm |= dict.fromkeys(shipped)
+        elif downloaded:
+            local |= dict.fromkeys(downloaded)
         else:
             theirs[name] = None
-    return _TaskNames(*map(tuple, sorted_out))
+    return _TaskNames(tuple(mgsm), tuple(local), tuple(theirs))
 
 
 def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, parameter: str) -> None:
+    """Report a number of shots that a task of ours does not have."""
     if num_fewshot < 0:
         problems.add(f"The number of shots is {num_fewshot}", "Pass 0 or more", parameter=parameter)
-    limits = {"MGSM": MAX_SHOTS} if resolved.mgsm or any(map(variant_of, resolved.local)) else {}
+
+    limits = {}
+    if resolved.mgsm or any(map(variant_of, resolved.local)):
+        limits["MGSM"] = MAX_SHOTS
     if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
         limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)
     for name, limit in limits.items():
@@ -281,8 +307,14 @@ def _kept(requested: _Requested) -> LoadedTasks:
 
     A loop over compositions needs the same tasks again and again, and the harness's data take seconds.
     """
-    folders = {*(folder for _, folder in requested.local), *map(Path, filter(None, [requested.include_path]))}
-    now = Stamps.of(path for folder in sorted(folders) for path in files_in(folder))
+    folders = {folder for _, folder in requested.local}
+    if requested.include_path:
+        folders.add(Path(requested.include_path))
+    paths: list[Path] = []
+    for folder in sorted(folders):
+        paths += files_in(folder)
+    now = Stamps.of(paths)
+
     kept = _KEPT.pop(requested, None)
     if kept is None or kept.tasks != now or kept.data != _data_stamps(kept.loaded):
         loaded = _load(requested)
@@ -295,28 +327,37 @@ def _kept(requested: _Requested) -> LoadedTasks:
 
 def _data_stamps(loaded: LoadedTasks) -> Stamps:
     """The stamps of the files on this machine that tasks name as their data."""
-    found: set[Path] = set()
+    paths: set[Path] = set()
     for task in loaded.tasks.values():
         options = task.config.dataset_kwargs or {}
-        named = [task.config.dataset_path, *(options.get(key) for key in ("data_files", "data_dir"))]
+        named = [task.config.dataset_path, options.get("data_files"), options.get("data_dir")]
         for value in named:  # grows while it is read
             if isinstance(value, Mapping):
                 named += value.values()
             elif isinstance(value, list | tuple):
                 named += value
             elif isinstance(value, str | Path):
-                for place in map(Path, glob.glob(str(value), recursive=True) or [str(value)]):
-                    found.update(files_in(place) if place.is_dir() else [place] if place.is_file() else [])
-    return Stamps.of(sorted(found))
+                for place in glob.glob(str(value), recursive=True) or [str(value)]:
+                    path = Path(place)
+                    if path.is_dir():
+                        paths.update(files_in(path))
+                    elif path.is_file():
+                        paths.add(path)
+    return Stamps.of(sorted(paths))
 
 
 def _load(requested: _Requested) -> LoadedTasks:
     from adapterswap.experiments.evaluation.harness import add_normalized, build_mgsm_task
 
-    tasks: dict[str, Any] = {name: build_mgsm_task(name) for name in requested.names.mgsm}
-    tasks |= {name: build_local_task(name, folder, requested.num_fewshot or 0) for name, folder in requested.local}
+    tasks: dict[str, Any] = {}
+    for name in requested.names.mgsm:
+        tasks[name] = build_mgsm_task(name)
+    for name, folder in requested.local:
+        tasks[name] = build_local_task(name, folder, requested.num_fewshot or 0)
+
     groups: dict[str, Any] = {}
-    if theirs := requested.names.theirs:
+    theirs = requested.names.theirs
+    if theirs:
         loaded = load_stock(theirs, requested.include_path, requested.unsafe_code, requested.trust_task_code)
         clash = tasks.keys() & loaded["tasks"].keys()
         if clash:
@@ -326,31 +367,32 @@ def _load(requested: _Requested) -> LoadedTasks:
                 parameter="tasks",
             )
         for name, task in loaded["tasks"].items():
-            if task.config.dataset_path == AFRIMGSM and (language := normalized_language(name)):
+            language = normalized_language(name)
+            if task.config.dataset_path == AFRIMGSM and language:
                 add_normalized(task, language)
         tasks |= loaded["tasks"]
         groups = loaded["groups"]
+
     problems = Problems(ArgumentError)
     for name, task in tasks.items():
         with problems.collect():
             _configure(name, task, requested.num_fewshot, json.loads(requested.generation))
             _check_pool(name, task, parameter="tasks" if requested.suffix else "num_fewshot")
     problems.raise_if_any()
-    return _renamed(tasks, groups, requested.suffix) if requested.suffix else LoadedTasks(tasks, groups)
 
-
-def _renamed(tasks: dict[str, Any], groups: dict[str, Any], suffix: str) -> LoadedTasks:
-    """The tasks and groups with the suffix after every name, also in the groups."""
-    for task in tasks.values():
-        task.set_config("task", task.task_name + suffix)
-    for group in groups.values():
-        group.name += suffix
-    for group in groups.values():
-        for name in group.child_names:
-            group.add(group.pop(name))
-    return LoadedTasks(
-        {name + suffix: task for name, task in tasks.items()}, {name + suffix: group for name, group in groups.items()}
-    )
+    # The suffix comes after every name, also in the groups.
+    suffix = requested.suffix
+    if suffix:
+        for task in tasks.values():
+            task.set_config("task", task.task_name + suffix)
+        for group in groups.values():
+            group.name += suffix
+        for group in groups.values():
+            for name in group.child_names:
+                group.add(group.pop(name))
+        tasks = {name + suffix: task for name, task in tasks.items()}
+        groups = {name + suffix: group for name, group in groups.items()}
+    return LoadedTasks(tasks, groups)
 
 
 # The harness's names for one setting, of which it takes the first, and settings that it drops if `do_sample` is false.
@@ -365,12 +407,10 @@ def _configure(name: str, task: Any, num_fewshot: int | None, gen_kwargs: dict[s
         task.set_config("num_fewshot", num_fewshot)
     elif task_shots is None:
         task.set_config("num_fewshot", 0)
-    if gen_kwargs and task.get_config("output_type") == "generate_until":
-        task.set_config("generation_kwargs", _overridden(name, task.get_config("generation_kwargs") or {}, gen_kwargs))
+    if not gen_kwargs or task.get_config("output_type") != "generate_until":
+        return
 
-
-def _overridden(name: str, own: Mapping[str, Any], gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's own generation settings with those of the user, each of which has an effect."""
+    # A limit of the user takes the place of the task's, whatever they are called.
     limits = [key for key in _LIMITS if key in gen_kwargs]
     if len(limits) > 1:
         raise ArgumentError(
@@ -378,7 +418,13 @@ def _overridden(name: str, own: Mapping[str, Any], gen_kwargs: Mapping[str, Any]
             "Set only one of them",
             parameter="gen_kwargs",
         )
-    merged = {key: value for key, value in own.items() if not (limits and key in _LIMITS)} | dict(gen_kwargs)
+    merged = dict(task.get_config("generation_kwargs") or {})
+    if limits:
+        for key in _LIMITS:
+            merged.pop(key, None)
+    merged |= gen_kwargs
+
+    # Every setting of the user has an effect.
     sampling = [key for key in _OF_SAMPLING if gen_kwargs.get(key)]
     if sampling and merged.get("do_sample") is False:
         raise ArgumentError(
@@ -387,15 +433,17 @@ def _overridden(name: str, own: Mapping[str, Any], gen_kwargs: Mapping[str, Any]
             "Add do_sample=true, or leave it out",
             parameter="gen_kwargs",
         )
-    return merged
+    task.set_config("generation_kwargs", merged)
 
 
 def _check_pool(name: str, task: Any, *, parameter: str) -> None:
     """Refuse more shots than the task has rows for, besides the current one."""
-    shots, sampler = task.get_config("num_fewshot"), getattr(task, "sampler", None)
+    shots = task.get_config("num_fewshot")
+    sampler = getattr(task, "sampler", None)
     if not shots or sampler is None:  # tasks written in Python may have any shots
         return
     config = task.config
-    left_out = config.test_split is not None and config.fewshot_config.split == config.test_split
-    if shots > (most := len(sampler.df) - left_out):
+    is_left_out = config.test_split is not None and config.fewshot_config.split == config.test_split
+    most = len(sampler.df) - is_left_out
+    if shots > most:
         raise ArgumentError(f"{shots} shots are too many: {name} has {most}", f"Use 0 to {most}", parameter=parameter)

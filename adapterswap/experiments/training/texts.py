@@ -68,9 +68,25 @@ def choose_reader(source: DatasetSource) -> Reader:
     if source.text is not None:
         template = Template(source.text)
         return lambda row: [("", template.fill(row) or "")]
+
     if source.messages is not None:
         conversation = _messages(source.messages)
-        return lambda row: _exchanges(conversation(row) or [])
+
+        def exchanges(row: Row) -> list[tuple[str, str]]:
+            # Each turn of the assistant, with the messages since its previous turn as the prompt.
+            pairs = []
+            prompt = ""
+            for message in conversation(row) or []:
+                content = message.get("content", "")
+                if message["role"] == _ANSWERS:
+                    pairs.append((prompt, content))
+                    prompt = ""
+                else:
+                    prompt += content + "\n"
+            return pairs
+
+        return exchanges
+
     pair = _pairs(source)
 
     def read(row: Row) -> list[tuple[str, str]]:
@@ -89,26 +105,11 @@ def common_readers() -> dict[tuple[str, ...], Reader]:
         ("instruction", "output"): ("{instruction}", "{output}"),
         ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
     }
-    sources: dict[tuple[str, ...], DatasetSource] = {("text",): DatasetSource(path="rows", text="{text}")}
-    sources |= {
-        columns: DatasetSource(path="rows", prompt=prompt, completion=completion)
-        for columns, (prompt, completion) in pairs.items()
-    }
-    sources[("messages",)] = DatasetSource(path="rows", messages="messages")
-    return {columns: choose_reader(source) for columns, source in sources.items()}
-
-
-def _exchanges(messages: list[Message]) -> list[tuple[str, str]]:
-    """Each turn of the assistant, with the messages since its previous turn as the prompt."""
-    exchanges, prompt = [], ""
-    for message in messages:
-        content = message.get("content", "")
-        if message["role"] == _ANSWERS:
-            exchanges.append((prompt, content))
-            prompt = ""
-        else:
-            prompt += content + "\n"
-    return exchanges
+    readers = {("text",): choose_reader(DatasetSource(path="rows", text="{text}"))}
+    for columns, (prompt, completion) in pairs.items():
+        readers[columns] = choose_reader(DatasetSource(path="rows", prompt=prompt, completion=completion))
+    readers[("messages",)] = choose_reader(DatasetSource(path="rows", messages="messages"))
+    return readers
 
 
 def choose_renderer(
@@ -131,7 +132,7 @@ def choose_renderer(
     messages, tools or arguments, and for messages that the template refuses.
     """
     if not is_chat(source, chat_prompts=chat_prompts):
-        return _plain(source, separator) if source.text is None else _text(Template(source.text))
+        return _plain(source, separator)
     if chat is None:
         raise BaseModelError(
             f"The dataset {source.path} must be rendered as chat, but the tokenizer has no chat template",
@@ -140,14 +141,6 @@ def choose_renderer(
         )
     conversation = _messages(source.messages) if source.messages is not None else _turns(source)
     return _chat(conversation, chat, {} if unread is None else unread)
-
-
-def _text(template: Template) -> Renderer:
-    def render(row: Row) -> Example | None:
-        filled = template.fill(row)
-        return Example(filled, ((0, len(filled)),)) if filled and filled.strip() else None
-
-    return render
 
 
 def _pairs(source: DatasetSource) -> Callable[[Row], tuple[str, str] | None]:
@@ -164,12 +157,26 @@ def _pairs(source: DatasetSource) -> Callable[[Row], tuple[str, str] | None]:
 
 
 def _plain(source: DatasetSource, separator: str) -> Renderer:
+    """A renderer without a chat template: the loss is computed on all of a text, or on the completion of a prompt."""
+    if source.text is not None:
+        template = Template(source.text)
+
+        def render_text(row: Row) -> Example | None:
+            text = template.fill(row)
+            if not text or not text.strip():
+                return None
+            return Example(text, ((0, len(text)),))
+
+        return render_text
+
     pair = _pairs(source)
 
     def render(row: Row) -> Example | None:
-        if (prompt_and_completion := pair(row)) is None:
+        prompt_and_completion = pair(row)
+        if prompt_and_completion is None:
             return None
-        prompt, completion = prompt_and_completion[0] + separator, prompt_and_completion[1]
+        prompt, completion = prompt_and_completion
+        prompt += separator
         text = prompt + completion
         return Example(text, ((len(prompt), len(text)),))
 
@@ -177,10 +184,12 @@ def _plain(source: DatasetSource, separator: str) -> Renderer:
 
 
 def _turns(source: DatasetSource) -> Conversation:
+    """Reads a row's prompt and completion as a conversation of two turns."""
     pair = _pairs(source)
 
     def conversation(row: Row) -> list[Message] | None:
-        if (prompt_and_completion := pair(row)) is None:
+        prompt_and_completion = pair(row)
+        if prompt_and_completion is None:
             return None
         prompt, completion = prompt_and_completion
         # A template such as "{instruction}\n\n{input}" ends in newlines if there is no input.
@@ -190,18 +199,24 @@ def _turns(source: DatasetSource) -> Conversation:
 
 
 def _messages(column: str) -> Conversation:
+    """Reads a column of messages, or of pairs of a prompt and an answer."""
+
     def conversation(row: Row) -> list[Message] | None:
-        messages = read_value(row[column])
-        if messages is None:
+        value = read_value(row[column])
+        if value is None:
             return None
-        if isinstance(messages, list) and all(_is_pair(item) for item in messages):
-            roles = ("user", _ANSWERS)
-            messages = [
-                {"role": role, "content": text} for pair in messages for role, text in zip(roles, pair, strict=True)
-            ]
-        if isinstance(messages, list):
-            messages = [_without_nulls(message) if isinstance(message, dict) else message for message in messages]
-        if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+
+        messages: list[Message] = []
+        is_list = isinstance(value, list)
+        if is_list and all(_is_pair(item) for item in value):
+            for prompt, answer in value:
+                messages.append({"role": "user", "content": prompt})
+                messages.append({"role": _ANSWERS, "content": answer})
+        elif is_list and all(_is_message(item) for item in value):
+            # transformers takes `content: null` beside tool calls as no content.
+            for item in value:
+                messages.append({key: part for key, part in item.items() if part is not None})
+        else:
             raise DataError(
                 f"The column {column!r} does not contain chat messages",
                 "Use a list of {role: system, user or assistant, content: text}, or of [prompt, answer]",
@@ -214,7 +229,9 @@ def _messages(column: str) -> Conversation:
 
 def store_value(value: Any) -> Any:
     """A list or an object as text: a table gives all objects of a column the same keys."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return value
 
 
 def read_value(value: Any) -> Any:
@@ -231,34 +248,39 @@ def _filled(value: Any) -> Any:
     """A value without keys that are null."""
     if isinstance(value, dict):
         return {key: _filled(item) for key, item in value.items() if item is not None}
-    return [_filled(item) for item in value] if isinstance(value, list) else value
-
-
-def _without_nulls(message: Message) -> Message:
-    """A message as transformers takes it: `content: null` beside tool calls is no content."""
-    return {key: value for key, value in message.items() if value is not None}
+    if isinstance(value, list):
+        return [_filled(item) for item in value]
+    return value
 
 
 def _is_pair(value: Any) -> bool:
+    """Whether a value is a prompt and an answer."""
     return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
 
 
 def _is_message(value: Any) -> bool:
+    """Whether a value is a message: a role, and text or tool calls."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
-    return isinstance(value["content"], str) if "content" in value else bool(value.get("tool_calls"))
+    content = value.get("content")
+    if content is None:
+        return bool(value.get("tool_calls"))
+    return isinstance(content, str)
 
 
 def _is_trained(message: Message) -> bool:
     """Whether the loss is computed on a message: on the assistant's, unless its `weight` or `train` says otherwise."""
     answers = message["role"] == _ANSWERS
     choices = {key: message[key] for key in _CHOICES if key in message}
-    if wrong := [f"{key}: {json.dumps(value)}" for key, value in choices.items() if value not in (0, 1)]:
-        raise DataError(
-            f"A message has {wrong[0]}, but the loss is computed on a turn or it is not",
-            "Use `weight` 0 or 1, or `train` true or false",
-            parameter="datasets",
-        )
+    for key, value in choices.items():
+        if value not in (0, 1):
+            raise DataError(
+                f"A message has {key}: {json.dumps(value)}, but the loss is computed on a turn or it is not",
+                "Use `weight` 0 or 1, or `train` true or false",
+                parameter="datasets",
+            )
+
+    # `weight` and `train` may not contradict each other, nor ask for a turn that is not the assistant's.
     chosen = {bool(value) for value in choices.values()}
     if len(chosen) > 1 or (chosen == {True} and not answers):
         said = " and ".join(f"{key}: {json.dumps(value)}" for key, value in choices.items())
@@ -268,18 +290,6 @@ def _is_trained(message: Message) -> bool:
             parameter="datasets",
         )
     return answers and chosen != {False}
-
-
-def _tools(row: Row) -> list[dict[str, Any]] | None:
-    """The tools of a row."""
-    tools = read_value(row.get(TOOLS))
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise DataError(
-            f"The column {TOOLS!r} does not contain a list of tools: {shown(tools)}",
-            "Use a list of objects, as transformers takes them, or leave the column out",
-            parameter="datasets",
-        )
-    return tools
 
 
 class _OtherColumns:
@@ -295,13 +305,20 @@ class _OtherColumns:
 
     def read(self, row: Row, messages: list[Message]) -> dict[str, Any]:
         """Arguments for the template; notes keys that it does not read."""
-        for key in sorted({key for message in messages for key in message} - self._seen):
+        keys: set[str] = set().union(*messages)
+        for key in sorted(keys - self._seen):
             self._seen.add(key)
             if not self._chat.names(key):
                 self.unread[f"{key} of messages"] = None
-        return {"tools": _tools(row), "arguments": self._variables(row)}
 
-    def _variables(self, row: Row) -> dict[str, Any]:
+        tools = read_value(row.get(TOOLS))
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise DataError(
+                f"The column {TOOLS!r} does not contain a list of tools: {shown(tools)}",
+                "Use a list of objects, as transformers takes them, or leave the column out",
+                parameter="datasets",
+            )
+
         variables = read_value(row.get(ARGUMENTS))
         if variables is not None and not (isinstance(variables, dict) and all(map(self._chat.may_set, variables))):
             raise DataError(
@@ -309,10 +326,13 @@ class _OtherColumns:
                 "Use an object with variables that the template reads, such as {enable_thinking: false}",
                 parameter="datasets",
             )
-        for key in variables or {}:
-            if not self._chat.reads(key):
+        arguments = {}
+        for key, value in (variables or {}).items():
+            if self._chat.reads(key):
+                arguments[key] = value
+            else:
                 self.unread[f"{key} of {ARGUMENTS}"] = None
-        return {key: value for key, value in (variables or {}).items() if self._chat.reads(key)}
+        return {"tools": tools, "arguments": arguments}
 
 
 def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None]) -> Renderer:
@@ -326,7 +346,11 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
         turns = [turn for turn, message in enumerate(messages) if _is_trained(message)]
         if not turns:
             return None
-        messages = [{key: value for key, value in message.items() if key not in _CHOICES} for message in messages]
+
+        # What says where the loss is computed is not for the template.
+        for message in messages:
+            for key in _CHOICES:
+                message.pop(key, None)
         inputs = columns.read(row, messages)
         if not turns[0]:
             raise DataError(
@@ -334,6 +358,7 @@ def _chat(conversation: Conversation, chat: ChatTemplate, unread: dict[str, None
                 "Put a turn of the user before it, or set `train: false` in it",
                 parameter="datasets",
             )
+
         try:
             rendered = render_turns(chat, messages, turns, **inputs)
         except TemplateError as error:
