@@ -5,7 +5,7 @@ Reads experts; prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import isfinite
@@ -83,27 +83,36 @@ class Analysis:
         """Everything as plain data, as `adapterswap analyze --json` prints it."""
         experts: dict[str, Any] = {}
         for table in self.tables:
-            cells = [
-                {"layer": layer, "module": module, "fraction": value} for (layer, module), value in table.cells.items()
-            ]
+            cells = []
+            for (layer, part), value in table.cells.items():
+                cells.append({"layer": layer, "module": part, "fraction": value})
             experts[table.expert] = {"threshold": table.threshold, "fractions_of_rows": cells}
+
         for expert_changes in self.changes:
+            matrices_changed = {}
+            for change in expert_changes.modules:
+                matrices_changed[change.matrix.name] = {
+                    "norm": change.norm,
+                    "base_norm": change.base_norm,
+                    "mean_row_magnitude": float(change.rows.mean()),
+                }
             experts[expert_changes.expert] |= {
                 "mean_row_magnitude": expert_changes.magnitude,
-                "modules": {
-                    change.matrix.name: {
-                        "norm": change.norm,
-                        "base_norm": change.base_norm,
-                        "mean_row_magnitude": float(change.rows.mean()),
-                    }
-                    for change in expert_changes.modules
-                },
+                "modules": matrices_changed,
             }
-        return {
-            "experts": experts,
-            "captions": self.captions(),
-            "remarks": list(self.remarks),
-            "pairs": [
+
+        pairs = []
+        for pair in self.pairs:
+            matrices_shared = {}
+            for module in pair.modules:
+                matrices_shared[module.matrix.name] = {
+                    "cosine": module.cosine,
+                    "written": module.written,
+                    "read": module.read,
+                    "by_chance": list(module.by_chance),
+                    "sign_conflicts": module.conflicts / module.elements if module.elements else None,
+                }
+            pairs.append(
                 {
                     "experts": list(pair.experts),
                     "shared_start": pair.shared_start,
@@ -111,20 +120,11 @@ class Analysis:
                     "shuffled": {str(layer): bands for layer, bands in pair.shuffled_by_layer().items()},
                     "cosine": pair.cosine,
                     "shuffled_cosine": pair.shuffled_cosine,
-                    "modules": {
-                        module.matrix.name: {
-                            "cosine": module.cosine,
-                            "written": module.written,
-                            "read": module.read,
-                            "by_chance": list(module.by_chance),
-                            "sign_conflicts": module.conflicts / module.elements if module.elements else None,
-                        }
-                        for module in pair.modules
-                    },
+                    "modules": matrices_shared,
                 }
-                for pair in self.pairs
-            ],
-        }
+            )
+
+        return {"experts": experts, "captions": self.captions(), "remarks": list(self.remarks), "pairs": pairs}
 
     def captions(self) -> dict[str, str]:
         """By name of a picture that `write` writes: a caption with its thresholds, and what its bands are."""
@@ -133,12 +133,14 @@ class Analysis:
             captions_by_name["norms"] = describe_norms(len(self.changes), relative=self._relative)
         if len(self.pairs) > 1:
             captions_by_name["cosines"] = describe_meetings(len(self.pairs))
-        return captions_by_name | {"-".join(pair.experts): describe_interference(pair) for pair in self.pairs}
+        for pair in self.pairs:
+            captions_by_name["-".join(pair.experts)] = describe_interference(pair)
+        return captions_by_name
 
     @property
     def _relative(self) -> bool:
         """Whether norms are shown relative to the base's."""
-        return all(change.base_norm for expert_changes in self.changes for change in expert_changes.modules)
+        return all(expert_changes.has_base_norms for expert_changes in self.changes)
 
     def write(
         self, out_path: str | Path, *, column_width: str | float = WIDTH, overwrite: bool = False,
@@ -176,11 +178,9 @@ class Analysis:
             write_json(folder / "analysis.json", self.as_json())
             STYLE.save(draw_fractions(list(self.tables), width), folder, "changes")
             if self.changes:
-                norms = {
-                    expert_changes.expert: expert_changes.layer_norms(relative=self._relative)
-                    for expert_changes in self.changes
-                }
-                STYLE.save(draw_norms(norms, width, relative=self._relative), folder, "norms")
+                relative = self._relative
+                norms = {own.expert: own.layer_norms(relative=relative) for own in self.changes}
+                STYLE.save(draw_norms(norms, width, relative=relative), folder, "norms")
             if len(self.pairs) > 1:
                 STYLE.save(draw_meetings(self.pairs, width), folder, "cosines")
             for pair in self.pairs:
@@ -258,27 +258,35 @@ def analyze(
     for name, expert in opened.items():
         check_layers(name, expert, base)
     check_shared(opened, base)
-    names = {name for expert in opened.values() for name in matrices(expert, base)}
+
+    # One pass through the matrices.
+    names: set[str] = set()
+    for expert in opened.values():
+        names.update(matrices(expert, base))
     with bars("matrices", len(names)) as step:
         measured = survey(opened, base, step)
-    changes = [Changes(name, tuple(measured.changes[name])) for name in opened]
-    threshold = choose_threshold(changes) if threshold is None else threshold
+
+    changes = tuple(Changes(name, tuple(measured.changes[name])) for name in opened)
+    if threshold is None:
+        threshold = choose_threshold(changes)
     tables = tuple(change_set.fractions(threshold) for change_set in changes)
     pairs = tuple(Interference(pair, tuple(modules)) for pair, modules in measured.meetings.items())
-    analysis = Analysis(tables, tuple(changes), pairs, tuple(_other_configs(opened, base)))
+
+    # Full checkpoints whose config computes differently from the base's.
+    remarks = []
+    for name, expert in opened.items():
+        if isinstance(expert, Checkpoint) and base is not None:
+            difference = base.compared_config(expert)
+            if difference:
+                text = difference.text("the base", name)
+                remarks.append(
+                    f"the configs of {name} and the base compute differently, which ΔW does not show: {text}"
+                )
+
+    analysis = Analysis(tables, changes, pairs, tuple(remarks))
     if out_path is not None:
         analysis.write(out_path, column_width=column_width, overwrite=overwrite, inputs=inputs)
     return analysis
-
-
-def _other_configs(experts: Mapping[str, Expert], base: Checkpoint | None) -> Iterator[str]:
-    """A remark for each full checkpoint whose config computes differently from the base's."""
-    for name, expert in experts.items():
-        if isinstance(expert, Checkpoint) and base is not None:
-            found = base.compared_config(expert)
-            if found:
-                text = found.text("the base", name)
-                yield f"the configs of {name} and the base compute differently, which ΔW does not show: {text}"
 
 
 def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
@@ -287,6 +295,7 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
     check_type(experts, Mapping, "experts", remedy)
     if not experts:
         raise ArgumentError("`experts` is empty", remedy, parameter="experts")
+
     problems = Problems(ArgumentError)
     opened: dict[str, Expert] = {}
     for name, expert in experts.items():
@@ -306,5 +315,8 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
 
 def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[str | Path | None]:
     """Paths that the output must not overlap: the experts, their base, and the bases that they name."""
-    folders = [expert.source.folder for expert in [*experts.values(), *([base] if base else [])]]
-    return [*folders, *(expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter))]
+    paths: list[str | Path | None] = [expert.source.folder for expert in experts.values()]
+    if base:
+        paths.append(base.source.folder)
+    paths += [expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter)]
+    return paths

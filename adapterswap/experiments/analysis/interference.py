@@ -84,6 +84,11 @@ class Changes:
         return sums
 
     @property
+    def has_base_norms(self) -> bool:
+        """Whether the norm of the base's weight is known, and not 0, for every matrix."""
+        return all(change.base_norm for change in self.modules)
+
+    @property
     def magnitude(self) -> float:
         """The mean absolute change over all rows. Unlike `weights: magnitude`, it leaves embeddings out."""
         return float(np.mean(np.concatenate([change.rows for change in self.modules])))
@@ -134,7 +139,10 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
 
 def choose_threshold(changes: Iterable[Changes]) -> float:
     """The default threshold: the median over the rows of all experts, so that half of the rows are above it."""
-    return float(np.median(np.concatenate([change.rows for expert in changes for change in expert.modules])))
+    rows: list[npt.NDArray[np.float64]] = []
+    for expert in changes:
+        rows += [change.rows for change in expert.modules]
+    return float(np.median(np.concatenate(rows)))
 
 
 def read_fractions(path: str | Path) -> list[FractionTable]:
@@ -155,10 +163,12 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
                     raise ValueError(
                         f"layer {layer} is not between 0 and {MAX_LAYERS - 1}, or {fraction} is not between 0 and 1"
                     )
-                shares, module = cells.setdefault(_name_in(row["expert"]), {}), _name_in(row["module"])
+                shares = cells.setdefault(_name_in(row["expert"]), {})
+                module = _name_in(row["module"])
                 if (layer, module) in shares:
                     raise ValueError(f"{module} in layer {layer} of {row['expert']} occurs twice")
                 shares[layer, module] = fraction
+
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}", "Pass the path of a CSV file", parameter="path"
@@ -172,7 +182,9 @@ def read_fractions(path: str | Path) -> list[FractionTable]:
 
 def _name_in(cell: str) -> str:
     """The name that `csv_text` wrote into a cell."""
-    return cell[1:] if cell.startswith("'") and csv_text(cell[1:]) == cell else cell
+    if cell.startswith("'") and csv_text(cell[1:]) == cell:
+        return cell[1:]
+    return cell
 
 
 def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
@@ -181,10 +193,8 @@ def write_fractions(tables: Sequence[FractionTable], path: Path) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         for table in tables:
-            writer.writerows(
-                (csv_text(table.expert), layer, csv_text(module), repr(value))
-                for (layer, module), value in table.cells.items()
-            )
+            for (layer, module), value in table.cells.items():
+                writer.writerow((csv_text(table.expert), layer, csv_text(module), repr(value)))
 
 
 # The same seed gives two LoRA experts the same initial A, and training changes A little: a mean cosine of .92 was
@@ -207,7 +217,9 @@ class Interference:
         With a shared start, `read` reflects the seed rather than what the experts learned.
         """
         starts = [module.start for module in self.modules if module.start is not None]
-        mean = float(np.mean(starts)) if starts else 0.0
+        if not starts:
+            return None
+        mean = float(np.mean(starts))
         return mean if mean > _SHARED_START else None
 
     def by_layer(self) -> dict[int, dict[str, float | None]]:
@@ -221,8 +233,7 @@ class Interference:
     @property
     def cosine(self) -> float | None:
         """The cosine over all matrices in the layers."""
-        modules = [module for module in self.modules if module.matrix.layer is not None]
-        return cosine(math.fsum(module.product for module in modules), _norms(modules))
+        return _cosine([module for module in self.modules if module.matrix.layer is not None])
 
     @property
     def shuffled_cosine(self) -> tuple[float, float] | None:
@@ -251,43 +262,57 @@ def check_shared(experts: Mapping[str, Adapter | Checkpoint], base: Checkpoint |
 
 
 def _norms(modules: list[ModuleInterference]) -> tuple[float, float]:
-    first, second = (math.sqrt(math.fsum(module.norms[side] ** 2 for module in modules)) for side in (0, 1))
-    return first, second
+    """‖X‖ and ‖Y‖ over several matrices."""
+    first = math.fsum(module.norms[0] ** 2 for module in modules)
+    second = math.fsum(module.norms[1] ** 2 for module in modules)
+    return math.sqrt(first), math.sqrt(second)
+
+
+def _cosine(modules: list[ModuleInterference]) -> float | None:
+    """The cosine over several matrices."""
+    return cosine(math.fsum(module.product for module in modules), _norms(modules))
 
 
 def _band(modules: list[ModuleInterference]) -> dict[str, tuple[float, float] | None]:
     """The 95 % intervals of the numbers of `_together`, with every module shuffled independently."""
+    size = len(modules)
     norms = _norms(modules)
     elements = [module.elements for module in modules]
-    weights: dict[str, list[float] | None] = {
-        "product": [1 / (norms[0] * norms[1])] * len(modules) if norms[0] * norms[1] else None,
-        "written": [1 / len(modules)] * len(modules),
-        "read": [1 / len(modules)] * len(modules),
-        "conflict": [each / sum(elements) for each in elements] if sum(elements) else None,
+
+    # Each number is a weighted sum over the modules: of products, of overlaps, of shares of signs.
+    product_weights = sign_weights = None
+    if norms[0] * norms[1]:
+        product_weights = [1 / (norms[0] * norms[1])] * size
+    if sum(elements):
+        sign_weights = [number / sum(elements) for number in elements]
+    return {
+        "cosine": _interval(modules, "product", product_weights, lowest=-1.0),
+        "written": _interval(modules, "written", [1 / size] * size),
+        "read": _interval(modules, "read", [1 / size] * size),
+        "sign_conflicts": _interval(modules, "conflict", sign_weights),
     }
-    ends = {"cosine": (-1.0, 1.0)}
-    bands: dict[str, tuple[float, float] | None] = {}
-    for name, key in (("cosine", "product"), ("written", "written"), ("read", "read"), ("sign_conflicts", "conflict")):
-        shares = weights[key]
-        if shares is None:
-            bands[name] = None
-            continue
-        mean = math.fsum(share * module.shuffled[key].mean for share, module in zip(shares, modules, strict=True))
-        variance = math.fsum(
-            share**2 * module.shuffled[key].variance for share, module in zip(shares, modules, strict=True)
-        )
-        low, high = ends.get(name, (0.0, 1.0))
-        half = _NORMAL * math.sqrt(variance)
-        bands[name] = max(low, mean - half), min(high, mean + half)
-    return bands
+
+
+def _interval(
+    modules: list[ModuleInterference], key: str, weights: list[float] | None, lowest: float = 0.0
+) -> tuple[float, float] | None:
+    """Where 95 % of a weighted sum of a shuffled number lie, between `lowest` and 1; None without weights."""
+    if weights is None:
+        return None
+    nulls = [module.shuffled[key] for module in modules]
+    mean = math.fsum(weight * null.mean for weight, null in zip(weights, nulls, strict=True))
+    variance = math.fsum(weight**2 * null.variance for weight, null in zip(weights, nulls, strict=True))
+    half = _NORMAL * math.sqrt(variance)
+    return max(lowest, mean - half), min(1.0, mean + half)
 
 
 def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
-    norms = _norms(modules)
+    """The numbers of several modules: their cosine, mean overlaps, and the share of conflicting signs."""
     elements = sum(module.elements for module in modules)
+    conflicts = sum(module.conflicts for module in modules)
     return {
-        "cosine": cosine(math.fsum(module.product for module in modules), norms),
+        "cosine": _cosine(modules),
         "written": float(np.mean([module.written for module in modules])),
         "read": float(np.mean([module.read for module in modules])),
-        "sign_conflicts": sum(module.conflicts for module in modules) / elements if elements else None,
+        "sign_conflicts": conflicts / elements if elements else None,
     }

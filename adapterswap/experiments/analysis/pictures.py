@@ -6,6 +6,7 @@ column per matrix, darker where more changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +22,18 @@ def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = Tru
     known = {table.expert: f"{table.threshold:.3g}" for table in tables if table.threshold is not None}
     if len(known) < len(tables):
         at = "The threshold is that of the source, which does not record it."
+    elif len(known) == 1:
+        at = f"The threshold is {next(iter(known.values()))}."
     elif len(set(known.values())) == 1:
-        at = f"The threshold is {next(iter(known.values()))}" + (" for all experts." if len(known) > 1 else ".")
+        at = f"The threshold is {next(iter(known.values()))} for all experts."
     else:
         at = f"Thresholds: {', '.join(f'{value} ({name})' for name, value in known.items())}."
-    scale = "" if len(tables) == 1 else ", on one scale for all experts" if one_scale else ", each on its own scale"
-    hatched = (
-        ""
-        if all(len(table.cells) == len(table.layers) * len(table.modules) for table in tables)
-        else " Hatched: not adapted."
-    )
+
+    scale = ""
+    if len(tables) > 1:
+        scale = ", on one scale for all experts" if one_scale else ", each on its own scale"
+    has_gaps = any(len(table.cells) < len(table.layers) * len(table.modules) for table in tables)
+    hatched = " Hatched: not adapted." if has_gaps else ""
     return (
         "The share of the rows of each weight matrix whose mean absolute change is above a threshold, by layer (the "
         f"last on top) and kind of matrix. {at} Darker: a larger share{scale}.{hatched}"
@@ -40,8 +43,9 @@ def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = Tru
 def describe_norms(experts: int, *, relative: bool) -> str:
     """The caption of `draw_norms`."""
     of = "‖ΔW‖ / ‖W‖, relative to the base's weights" if relative else "‖ΔW‖"
+    number = "one expert" if experts == 1 else f"{experts} experts"
     return (
-        f"Frobenius norms of the changes of {'one expert' if experts == 1 else f'{experts} experts'}, {of}, by layer; "
+        f"Frobenius norms of the changes of {number}, {of}, by layer; "
         "the attention and MLP matrices of a layer are taken together."
     )
 
@@ -89,28 +93,34 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     """
     import numpy as np
 
-    together = max(max(table.cells.values()) for table in tables)
+    # Panels of columns that are at least 0.11 inches wide, three beside each other at most.
+    largest = [max(table.cells.values()) for table in tables]
     columns = max(len(table.modules) for table in tables)
     layers = max(len(table.layers) for table in tables)
     across = max(1, min(3, len(tables), int((width - 0.7) / (0.35 + 0.11 * columns))))
-    down = -(-len(tables) // across)
+    down = math.ceil(len(tables) / across)
     figure = STYLE.figure(width, down * (1.35 + min(0.105 * layers, _TALLEST)))
     grid = figure.subplots(down, across, squeeze=False)
-    for axes, table in zip(grid.flat, tables, strict=False):
+
+    for axes, table, own in zip(grid.flat, tables, largest, strict=False):
         values = np.full((len(table.layers), len(table.modules)), np.nan)
         for (layer, module), value in table.cells.items():
             values[layer, table.modules.index(module)] = value
         for layer, column in np.argwhere(np.isnan(values)).tolist():
             STYLE.hatch_cell(axes, column, layer, zorder=0)
-        most = (together if one_scale else max(table.cells.values())) or 1.0
+        most = (max(largest) if one_scale else own) or 1.0
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
         if not one_scale:
             _bar(figure, image, [axes], "share of rows")
+
         axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
-        at = "" if table.threshold is None else f"\nabove {table.threshold:.2g}"
-        axes.set_title(STYLE.wrapped(table.expert, int((width - 0.7) / across / 0.07)) + at, fontsize=STYLE.small)
+        title = STYLE.wrapped(table.expert, int((width - 0.7) / across / 0.07))
+        if table.threshold is not None:
+            title += f"\nabove {table.threshold:.2g}"
+        axes.set_title(title, fontsize=STYLE.small)
         axes.tick_params(labelsize=STYLE.note, length=0)
+
     for axes in grid.flat[len(tables) :]:
         axes.remove()
     for axes in grid[:, 0]:
@@ -121,6 +131,7 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
 
 
 def _bar(figure: Figure, image: Any, panels: Any, label: str, shrink: float = 0.6, pad: float = 0.01) -> None:
+    """The scale of colours beside panels."""
     bar = figure.colorbar(image, ax=panels, shrink=shrink, pad=pad)
     bar.set_label(label)
     bar.ax.tick_params(labelsize=STYLE.note)
@@ -132,34 +143,46 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     Experts of one family (math1, math2, …: names that differ in their last number) share a colour, and differ in line
     and marker. With more than `_TOGETHER` experts, each family has its own panel, with shared axes.
     """
-    look = dict(zip(norms, STYLE.looks_by_family(list(map(family_of, norms))), strict=True))
+    families = [family_of(expert) for expert in norms]
+    looks = STYLE.looks_by_family(families)
     columns, lines = STYLE.legend_shape(list(norms), width, cut=24, inches=0.066, room=0.55)
-    families = {expert: family_of(expert) if len(norms) > _TOGETHER else "" for expert in norms}
-    names = list(dict.fromkeys(families.values()))
+
+    # A panel for each family, or one without a title for all.
+    if len(norms) <= _TOGETHER:
+        families = [""] * len(norms)
+    names = list(dict.fromkeys(families))
     across = min(len(names), 1 if width < _ABREAST else 3)
-    down = -(-len(names) // across)
+    down = math.ceil(len(names) / across)
     figure = STYLE.figure(width, 0.3 + 1.6 * down + lines * 0.17)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
     panels = dict(zip(names, grid.flat, strict=False))
+
     handles = []
-    for expert, layers in norms.items():
-        axes = panels[families[expert]]
-        colour, marker, line = look[expert]
-        shown: dict[str, Any] = {
-            "color": colour,
-            "linestyle": line,
-            "marker": marker,
-            "markersize": 2.6 if len(layers) <= _MANY else 1.6,
-            "linewidth": 1.0,
-        }
-        handles += axes.plot(list(layers), list(layers.values()), label=STYLE.wrapped(expert, 24), **shown)
+    for (expert, layers), family, look in zip(norms.items(), families, looks, strict=True):
+        handles += panels[family].plot(
+            list(layers),
+            list(layers.values()),
+            label=STYLE.wrapped(expert, 24),
+            color=look.colour,
+            linestyle=look.line,
+            marker=look.marker,
+            markersize=2.6 if len(layers) <= _MANY else 1.6,
+            linewidth=1.0,
+        )
+
+    # The axes are shared: only the lowest panels have layers, and only the first of a row have norms.
     for place, (name, axes) in enumerate(panels.items()):
         if name:
             axes.set_title(STYLE.wrapped(name, int(width / across / 0.07)), fontsize=STYLE.small)
-        lowest = place + across >= len(names)
-        axes.tick_params(labelbottom=lowest)
-        first = place % across == 0
-        _finish(axes, "layer" if lowest else "", ("‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖") if first else "")
+        x = y = ""
+        is_lowest = place + across >= len(names)
+        axes.tick_params(labelbottom=is_lowest)
+        if is_lowest:
+            x = "layer"
+        if place % across == 0:
+            y = "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖"
+        _finish(axes, x, y)
+
     for axes in grid.flat[len(names) :]:
         axes.remove()
     grid[0, 0].set_ylim(bottom=0)
@@ -174,21 +197,44 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     as far to either side of the values of unrelated experts (a cosine of 0, half of the signs), so that the band and
     both directions can be seen.
     """
-    layers, shuffled = pair.by_layer(), pair.shuffled_by_layer()
-    stacked = width < _ABREAST
-    figure = STYLE.figure(width, 4.1 if stacked else 1.9)
-    cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if stacked else figure.subplots(1, 3)
+    is_stacked = width < _ABREAST
+    figure = STYLE.figure(width, 4.1 if is_stacked else 1.9)
+    cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if is_stacked else figure.subplots(1, 3)
     figure.suptitle(STYLE.wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
+
+    # The bands, of which only the first one has an entry in a legend.
     cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
+    shuffled = pair.shuffled_by_layer()
     for axes, key, pattern in (
         (cosine, "cosine", ""),
         (overlap, "written", ""),
         (overlap, "read", "////"),
         (signs, "sign_conflicts", ""),
     ):
-        known = [(layer, band[key]) for layer, band in shuffled.items() if band[key] is not None]
-        _draw_band(axes, known, pattern, label="shuffled" if axes is cosine else "_")
+        # Half a layer wide to either side, so that a single layer has a band too.
+        x: list[float] = []
+        low: list[float] = []
+        high: list[float] = []
+        for layer, bands in shuffled.items():
+            band = bands[key]
+            if band is not None:
+                x += [layer - 0.5, layer + 0.5]
+                low += [band[0]] * 2
+                high += [band[1]] * 2
+        axes.fill_between(
+            x,
+            low,
+            high,
+            color=_BAND,
+            edgecolor=STYLE.grey if pattern else _BAND,
+            hatch=pattern,
+            linewidth=0.3,
+            label="shuffled" if axes is cosine else "_",
+            zorder=0,
+        )
     cosine.legend()
+
+    layers = pair.by_layer()
     first, second, _ = STYLE.looks(3)
     for axes, key, look in (
         (cosine, "cosine", first),
@@ -204,21 +250,15 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     overlap.set_ylim(bottom=0)
     overlap.legend()
     signs.axhline(0.5, color=STYLE.grey, linestyle=":")
-    for axes, middle, ends in ((cosine, 0.0, (-1.0, 1.0)), (signs, 0.5, (0.0, 1.0))):
-        low, high = axes.get_ylim()
-        far = max(middle - low, high - middle)
-        axes.set_ylim(max(ends[0] - 0.02, middle - far), min(ends[1] + 0.02, middle + far))
+
+    # As far to either side of the middle.
+    for axes, middle, lowest, highest in ((cosine, 0.0, -1.0, 1.0), (signs, 0.5, 0.0, 1.0)):
+        bottom, top = axes.get_ylim()
+        far = max(middle - bottom, top - middle)
+        axes.set_ylim(max(lowest - 0.02, middle - far), min(highest + 0.02, middle + far))
     for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
-        _finish(axes, "" if stacked and axes is not signs else "layer", name)
+        _finish(axes, "" if is_stacked and axes is not signs else "layer", name)
     return figure
-
-
-def _draw_band(axes: Any, ends: Sequence[tuple[int, Any]], hatch: str, label: str) -> None:
-    """From low to high at each layer, half a layer wide to either side, so that a single layer has one too."""
-    x = [side for layer, _ in ends for side in (layer - 0.5, layer + 0.5)]
-    low, high = ([end[place] for _, end in ends for _ in range(2)] for place in (0, 1))
-    axes.fill_between(x, low, high, color=_BAND, edgecolor=STYLE.grey if hatch else _BAND, hatch=hatch, linewidth=0.3,
-                      label=label, zorder=0)  # fmt: skip
 
 
 def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
@@ -229,18 +269,26 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
     """
     import numpy as np
 
-    names = list(dict.fromkeys(name for pair in pairs for name in pair.experts))
+    numbered: dict[str, None] = {}
+    for pair in pairs:
+        numbered |= dict.fromkeys(pair.experts)
+    names = list(numbered)
+
+    # The lower triangle: each expert in the rows against those before it.
     values = np.full((len(names), len(names)), np.nan)
     inside = set()
     for pair in pairs:
-        one, other = (names.index(name) for name in pair.experts)
         if pair.cosine is None:
             continue
-        values[other, one] = pair.cosine
+        column, row = map(names.index, pair.experts)
+        values[row, column] = pair.cosine
         band = pair.shuffled_cosine
         if band is not None and band[0] <= pair.cosine <= band[1]:
-            inside.add((other, one))
-    most = max(0.1, float(np.nanmax(np.abs(values), initial=0.0)) if np.isfinite(values).any() else 0.0)
+            inside.add((row, column))
+
+    most = 0.1
+    if np.isfinite(values).any():
+        most = max(most, float(np.nanmax(np.abs(values), initial=0.0)))
     labels = [STYLE.wrapped(name, 14) for name in names]
     size = min(width, 1.2 + 0.42 * len(names))
     figure = STYLE.figure(width, size)
@@ -249,12 +297,15 @@ def draw_meetings(pairs: Sequence[Interference], width: float) -> Figure:
     axes.set_xticks(range(len(names) - 1), labels[:-1], rotation=90)
     axes.set_yticks(range(len(names) - 1), labels[1:])
     axes.tick_params(labelsize=STYLE.note, length=0)
-    fits = (size - 1.2) / len(names) > _CELL
-    for (row, column), value in np.ndenumerate(values):
-        if np.isnan(value) or not fits:
-            continue
-        colour = STYLE.grey if (row, column) in inside else STYLE.readable_on(tuple(image.cmap(image.norm(value))))
-        axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=STYLE.note, color=colour)
+
+    if (size - 1.2) / len(names) > _CELL:
+        for (row, column), value in np.ndenumerate(values):
+            if np.isnan(value):
+                continue
+            colour = STYLE.readable_on(tuple(image.cmap(image.norm(value))))
+            if (row, column) in inside:
+                colour = STYLE.grey
+            axes.text(column, row - 1, f"{value:.2f}", ha="center", va="center", fontsize=STYLE.note, color=colour)
     _bar(figure, image, axes, "cosine of ΔW", shrink=0.7, pad=0.02)
     return figure
 
@@ -265,11 +316,17 @@ def family_of(name: str) -> str:
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
+    """Labels, and whole numbers for layers."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _ticks(layers: int) -> list[int]:
-    step = 1 if layers <= 16 else 2 if layers <= 40 else max(4, layers // 60)
+    """The layers that are named beside a heatmap: all of a few, fewer of many."""
+    step = max(4, layers // 60)
+    if layers <= 16:
+        step = 1
+    elif layers <= 40:
+        step = 2
     return list(range(0, layers, step))

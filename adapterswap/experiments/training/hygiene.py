@@ -58,10 +58,11 @@ def _folding() -> dict[int, str | None]:
 
 def tokenize_words(text: str) -> list[str]:
     """The tokens of `text`; see the module."""
-    tokens: list[str] = []
-    run = ""  # characters of a script without spaces; punctuation does not end it
     if not text.isascii():
         text = unicodedata.normalize("NFKD", text).translate(_folding())
+
+    tokens: list[str] = []
+    run = ""  # characters of a script without spaces; punctuation does not end it
     for match in _TOKEN.finditer(text.casefold()):
         if match[1]:
             run += match[1]
@@ -73,18 +74,20 @@ def tokenize_words(text: str) -> list[str]:
 
 
 def _spans(run: str) -> list[str]:
+    """The tokens of characters without spaces: one begins at each of them."""
     return [run[start : start + _SPAN] for start in range(len(run))]
 
 
 def hash_grams(text: str) -> NDArray[np.uint64]:
     """The hashes of the grams of `text`, (grams,): of all 13 tokens in a row, and of its lines of 8 to 12."""
-    lines = [_codes(tokenize_words(line)) for line in text.splitlines()]
-    long_grams = _hash(np.concatenate([_codes([]), *lines]), _SIZE)
-    return np.concatenate([long_grams, *(_hash(line, len(line)) for line in lines if _LEAST <= len(line) < _SIZE)])
-
-
-def _codes(tokens: list[str]) -> NDArray[np.uint64]:
-    return np.fromiter((zlib.crc32(token.encode()) + 1 for token in tokens), np.uint64, len(tokens))
+    codes: list[int] = []
+    short_lines = []
+    for line in text.splitlines():
+        own = [zlib.crc32(token.encode()) + 1 for token in tokenize_words(line)]
+        codes += own
+        if _LEAST <= len(own) < _SIZE:
+            short_lines.append(_hash(np.array(own, np.uint64), len(own)))
+    return np.concatenate([_hash(np.array(codes, np.uint64), _SIZE), *short_lines])
 
 
 def _hash(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
@@ -163,23 +166,28 @@ _BARE = re.compile(r"\W{0,9}\d[\d.,]{0,20}\W{0,9}")
 
 def looks_like_math(turns: Sequence[Turn]) -> bool:
     """Whether a row is math, by the rule above."""
-    wide = ((unicodedata.normalize("NFKC", text) for text in turn) for turn in turns)  # ＋ and ＝, as Japanese has them
-    return any(
-        _ARITHMETIC.search(prompt) or _ARITHMETIC.search(completion) or _is_computed(prompt, completion)
-        for prompt, completion in wide
-    )
+    for turn in turns:
+        # Japanese has ＋ and ＝ of its own.
+        prompt, completion = (unicodedata.normalize("NFKC", text) for text in turn)
+        if _ARITHMETIC.search(prompt) or _ARITHMETIC.search(completion):
+            return True
 
-
-def _is_computed(prompt: str, completion: str) -> bool:
-    """Whether the prompt has numbers and the completion is just a number, but none of the prompt's."""
-    prompt_numbers = _numbers(prompt)
-    return bool(prompt_numbers and _BARE.fullmatch(completion) and _numbers(completion) - prompt_numbers)
+        # A bare number that the prompt does not have, where it has others.
+        given_numbers = _numbers(prompt)
+        if given_numbers and _BARE.fullmatch(completion) and _numbers(completion) - given_numbers:
+            return True
+    return False
 
 
 def _numbers(text: str) -> set[str]:
     """The numbers in `text`, digits of any script as 0-9, without thousands separators."""
-    numerals = (numeral.replace(",", "") for numeral in _NUMERAL.findall(text))
-    return {"".join(str(int(sign)) if sign.isdecimal() else sign for sign in numeral) for numeral in numerals}
+    numbers = set()
+    for numeral in _NUMERAL.findall(text):
+        number = ""
+        for sign in numeral.replace(",", ""):
+            number += str(int(sign)) if sign.isdecimal() else sign
+        numbers.add(number)
+    return numbers
 
 
 class Screen:
@@ -205,19 +213,27 @@ class Screen:
     def judge(self, turns: Sequence[Turn], *, is_task: bool) -> str | None:
         """The reason not to train on a row: the name of an evaluation, or `MATH`; None if there is none."""
         if self._evaluations:
-            hashes = np.concatenate([hash_grams(text) for turn in turns for text in turn])
+            hashes = []
+            for prompt, completion in turns:
+                hashes += [hash_grams(prompt), hash_grams(completion)]
+            of_row = np.concatenate(hashes)
             for name, grams in self._evaluations:
-                if grams.meet(hashes):
+                if grams.meet(of_row):
                     return name
-        return MATH if self._exclude_math and not is_task and looks_like_math(turns) else None
+
+        if self._exclude_math and not is_task and looks_like_math(turns):
+            return MATH
+        return None
 
 
 def _strings(content: Any) -> Iterator[str]:
     """Every text in plain data."""
+    if isinstance(content, dict):
+        content = list(content.values())
     if isinstance(content, str):
         yield content
-    elif isinstance(content, dict | list):
-        for item in content.values() if isinstance(content, dict) else content:
+    elif isinstance(content, list):
+        for item in content:
             yield from _strings(item)
 
 
@@ -237,6 +253,7 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def _file(path: Path) -> Grams:
+    """The grams of a user's file."""
     remedy = "Use mgsm, gsm8k_test, or a text file with one text per line, relative to the recipe's folder"
     try:
         grams = Grams.of(_texts(path))

@@ -66,7 +66,11 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
     exam = Exam.load(options.tasks, options.as_settings(recipe.folder, trust_task_code=trust_task_code), base)
     previews = exam.preview()
     problems = Problems(FieldError)
-    for task in previews if not options.truncate else ():
+
+    # Prompts that do not fit in the model's context.
+    for task in previews:
+        if options.truncate:
+            break
         budget = task.max_gen_toks
         if task.room is not None and budget is not None and task.room < budget:
             problems.add(
@@ -82,6 +86,7 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
                 "Use fewer shots (num_fewshot), or truncate: true",
                 parameter="selection",
             )
+
     metrics = {}
     for name in _counted(options.tasks, exam.tasks):
         with problems.collect():
@@ -94,38 +99,54 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
                 parameter="selection.metric",
             )
     problems.raise_if_any()
-    documents, requests = sum(task.num_docs for task in previews), sum(task.num_requests for task in previews)
+
     prints = {f"task {name}": exam.tasks.fingerprint(name) for name in exam.tasks.tasks}
-    return Examination(metrics, documents, requests, exam, {**prints, **exam.settings.task_files})
+    return Examination(
+        metrics,
+        documents=sum(task.num_docs for task in previews),
+        requests=sum(task.num_requests for task in previews),
+        exam=exam,
+        fingerprints={**prints, **exam.settings.task_files},
+    )
 
 
 def _counted(names: list[str], loaded: LoadedTasks) -> list[str]:
     """The tasks and groups with one score each: those named, and the tasks that a pattern or family matches."""
-    groups = [name for name in dict.fromkeys(names) if name in loaded.groups]
-    members = {task.task_name for name in groups for task in loaded.groups[name].get_all_tasks()}
-    counted = groups + [name for name in loaded.tasks if name in names or name not in members]
-    return sorted(counted, key=lambda name: names.index(name) if name in names else len(names))
+    named = dict.fromkeys(names)
+    groups = [name for name in named if name in loaded.groups]
+    members = set()
+    for name in groups:
+        members |= {task.task_name for task in loaded.groups[name].get_all_tasks()}
+    counted = groups + [name for name in loaded.tasks if name in named or name not in members]
+
+    # In the recipe's order, and then those that it does not name.
+    return [name for name in named if name in counted] + [name for name in counted if name not in named]
 
 
 def _metric(name: str, loaded: LoadedTasks, options: SelectionOptions) -> tuple[str, str]:
     """The metric and filter to use for a task or a group."""
+    # A group has its tasks' metrics, but only those of which it forms a mean.
     group = loaded.groups.get(name)
     task = group.get_all_tasks()[0] if group else loaded.tasks[name]
-    choices = [(metric, filters.name) for metric in task.aggregation() for filters in task._filters]
+    metrics = list(task.aggregation())
+    message, remedy = f"selection.tasks: {name} has no score", "Use a task that is scored automatically"
     if group:
         formed = {entry.metric for entry in group.aggregate_metric_list or ()}
-        choices = [(metric, filter_name) for metric, filter_name in choices if metric in formed]
+        metrics = [metric for metric in metrics if metric in formed]
+        message, remedy = f"selection.tasks: the group {name} has no overall score", "List its tasks instead"
+    choices = []
+    for metric in metrics:
+        choices += [(metric, filters.name) for filters in task._filters]
     if not choices:
-        raise FieldError(
-            f"selection.tasks: the group {name} has no overall score"
-            if group
-            else f"selection.tasks: {name} has no score",
-            "List its tasks instead" if group else "Use a task that is scored automatically",
-            parameter="selection.tasks",
-        )
+        raise FieldError(message, remedy, parameter="selection.tasks")
+
     requested = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
     if requested is None:
-        return next((pair for pair in choices if _PRIMARY.get(pair[0]) == pair[1]), choices[0])
+        for metric, filter_name in choices:
+            if _PRIMARY.get(metric) == filter_name:
+                return metric, filter_name
+        return choices[0]
+
     metric, _, filter_name = requested.partition(",")
     for pair in choices:
         if pair[0] == metric and filter_name in ("", pair[1]):
@@ -154,12 +175,14 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
                 "checkpoints",
                 parameter="selection",
             )
+
         self._options, self._examination = options, examination
-        self._trainer, self._stopped = trainer, False
+        self._trainer = trainer
+        self._processes, self._bar = processes, bar
         folder = Path(trainer.args.output_dir)
         self._table_path, self._best = folder / "selection.json", folder / "best"
-        self._processes, self._bar = processes, bar
         self._table: list[JudgedCheckpoint] = []
+        self._stopped = False
         self.seconds = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -173,8 +196,10 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def _read(self, args: Any, state: Any) -> list[dict[str, Any]]:
         """The rows up to the step from which the run resumes."""
-        content = read_json(self._table_path, _REMEDY, kind=RunError) if self._table_path.is_file() else {"table": []}
-        rows: list[dict[str, Any]] = [row for row in content["table"] if row["step"] <= state.global_step]
+        rows: list[dict[str, Any]] = []
+        if self._table_path.is_file():
+            content = read_json(self._table_path, _REMEDY, kind=RunError)
+            rows = [row for row in content["table"] if row["step"] <= state.global_step]
         due = [step for step in range(1, state.global_step) if self._is_due_at(step, args, state)]
         if [row["step"] for row in rows if row["step"] < state.global_step] != due:
             raise RunError(f"{self._table_path} has changed since it was written", _REMEDY, parameter="resume")
@@ -214,18 +239,20 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         self._bar.begin("training", state.max_steps, done=state.global_step, amount=state.num_input_tokens_seen)
 
     def _judge(self, state: Any) -> dict[str, Any]:
+        """The row of the model as it is now."""
         examination = self._examination
         result = examination.exam.evaluate(self._trainer.model)
         scores = {}
         for name, (metric, filter_name) in examination.metrics.items():
             score = (result.groups.get(name) or result.tasks[name]).score(filter_name, metric)
             scores[name] = (metric, score.value, score.stderr, score.higher_is_better)
-        losses = [
-            entry["eval_loss"]
-            for entry in state.log_history
-            if "eval_loss" in entry and entry["step"] == state.global_step
-        ]
-        return asdict(JudgedCheckpoint.of(state.global_step, scores, losses[-1] if losses else None))
+
+        # The last validation loss that was measured at this step.
+        loss = None
+        for entry in state.log_history:
+            if entry["step"] == state.global_step:
+                loss = entry.get("eval_loss", loss)
+        return asdict(JudgedCheckpoint.of(state.global_step, scores, loss))
 
     def _keep(self, checkpoint: Path) -> None:
         """Add this checkpoint's weights to the best, then write the table, then remove weights no longer kept."""
