@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Annotated, Any, get_args
 from urllib.parse import parse_qsl, urlencode
@@ -31,14 +31,21 @@ def paint(composition: Composition, painted: Painted, num_layers: int) -> Compos
     """The composition as an allocation in which the painted modules have new owners and all others stay as before."""
     if not painted:
         return composition
-    if odd := sorted(layer for layer, _ in painted if not 0 <= layer < num_layers):
-        raise CompositionError(
-            f"Layer {odd[0]} does not exist: the model has {num_layers} layers, counted from 0",
-            f"Choose a layer from 0 to {num_layers - 1}",
-            parameter="layers",
-        )
     layers = {layer for layer, _ in painted}
-    rules = [*_painted_rules(painted), *(_lenient(rule, layers) for rule in composition.rules(num_layers))]
+    for layer in sorted(layers):
+        if not 0 <= layer < num_layers:
+            raise CompositionError(
+                f"Layer {layer} does not exist: the model has {num_layers} layers, counted from 0",
+                f"Choose a layer from 0 to {num_layers - 1}",
+                parameter="layers",
+            )
+
+    # The composition's own rules come second. Painting may leave them without a module, so they become optional.
+    rules = _painted_rules(painted)
+    for rule in composition.rules(num_layers):
+        if rule.layers is None or not layers.isdisjoint(parse_layers(rule.layers)):
+            rule = rule.model_copy(update={"optional": True})
+        rules.append(rule)
     return _with_rules(composition, rules)
 
 
@@ -49,17 +56,14 @@ def by_rules(composition: Composition, num_layers: int) -> Composition:
 
 def _with_rules(composition: Composition, rules: Sequence[Rule]) -> Composition:
     """An allocation with the composition's experts and base."""
-    fields = _KEPT | ({"seed"} if composition.is_random else set())
-    content: dict[str, Any] = {name: getattr(composition, name) for name in fields & composition.model_fields_set}
-    if any(weight < 0 for rule in rules for weight in (rule.blend or {}).values()):
-        content["allow_negative"] = True  # AdaMergeX subtracts an expert
+    content: dict[str, Any] = {}
+    for name in composition.model_fields_set:
+        if name in _KEPT or (name == "seed" and composition.is_random):
+            content[name] = getattr(composition, name)
+    for rule in rules:
+        if rule.blend and min(rule.blend.values()) < 0:
+            content["allow_negative"] = True  # AdaMergeX subtracts an expert
     return Composition(allocation=tuple(rules), **content)
-
-
-def _lenient(rule: Rule, layers: set[int]) -> Rule:
-    """The rule, made optional if painting these layers may leave it without a module."""
-    shrinks = rule.layers is not None and not layers.isdisjoint(parse_layers(rule.layers))
-    return rule.model_copy(update={"optional": True}) if shrinks or rule.layers is None else rule
 
 
 def _painted_rules(painted: Painted) -> list[Rule]:
@@ -67,13 +71,16 @@ def _painted_rules(painted: Painted) -> list[Rule]:
     by_layer: dict[tuple[int, str], set[Kind]] = {}
     for (layer, kind), owner in painted.items():
         by_layer.setdefault((layer, owner), set()).add(kind)
-    grouped: dict[tuple[str, tuple[Kind, ...]], list[int]] = {}
+
+    layers_of: dict[tuple[str, tuple[Kind, ...]], list[int]] = {}
     for (layer, owner), kinds in sorted(by_layer.items()):
         named = tuple(kind for kind in _KINDS if kind in kinds)
-        grouped.setdefault((owner, named), []).append(layer)
-    return [
-        Rule(layers=format_layers(layers), modules=kinds, expert=owner) for (owner, kinds), layers in grouped.items()
-    ]
+        layers_of.setdefault((owner, named), []).append(layer)
+
+    rules = []
+    for (owner, named), layers in layers_of.items():
+        rules.append(Rule(layers=format_layers(layers), modules=named, expert=owner))
+    return rules
 
 
 FIELDS = (
@@ -117,18 +124,20 @@ class Choice:
 
     def address(self) -> str:
         """The query of an address that holds the choice: `?task=math&language=swahili&bottom=1`."""
-        items = [(key, value) for key in ("task", "language") for value in getattr(self, key)]
+        items = [("task", name) for name in self.task]
+        items += [("language", name) for name in self.language]
         items += [(key, _text(value)) for key, value in self.fields.items()]
-        items += [("give", text) for text in self._painted_texts()]
-        items += [("prompt", self.prompt)] if self.prompt else []
-        return "?" + urlencode(items, safe=",+=")
 
-    def _painted_texts(self) -> Iterator[str]:
-        grouped: dict[tuple[Kind, str], list[int]] = {}
+        # One item for each kind and owner, with all of their layers.
+        layers_of: dict[tuple[Kind, str], list[int]] = {}
         for (layer, kind), owner in self.painted.items():
-            grouped.setdefault((kind, owner), []).append(layer)
-        for (kind, owner), layers in sorted(grouped.items()):
-            yield f"{kind}.{format_layers(layers)}={owner}"
+            layers_of.setdefault((kind, owner), []).append(layer)
+        for (kind, owner), layers in sorted(layers_of.items()):
+            items.append(("give", f"{kind}.{format_layers(layers)}={owner}"))
+
+        if self.prompt:
+            items.append(("prompt", self.prompt))
+        return "?" + urlencode(items, safe=",+=")
 
 
 def first_choice(experts: Sequence[str], num_layers: int | None = None, zones: tuple[int, int] | None = None) -> Choice:
@@ -142,17 +151,12 @@ def first_choice(experts: Sequence[str], num_layers: int | None = None, zones: t
     fields: dict[str, Any] = {"method": "layer_swap"}
     if zones is not None:
         fields |= {"bottom": zones[0], "top": zones[1]}
-    elif num_layers is not None and not _has_paper_layers(num_layers):
-        fields |= {"bottom": min(1, num_layers), "top": 0}
+    elif num_layers is not None:
+        try:
+            Composition(method="layer_swap").zones(num_layers)
+        except CompositionError:
+            fields |= {"bottom": min(1, num_layers), "top": 0}
     return Choice((names[0],), (names[1],), fields)
-
-
-def _has_paper_layers(num_layers: int) -> bool:
-    try:
-        Composition(method="layer_swap").zones(num_layers)
-    except CompositionError:
-        return False
-    return True
 
 
 def from_address(query: str, fallback: Choice) -> Choice:
@@ -178,14 +182,16 @@ def from_address(query: str, fallback: Choice) -> Choice:
                 f"Remove it; the settings are {', '.join(FIELDS)}",
                 parameter="query",
             )
+
     if not (sides["task"] or sides["language"] or fields):
         fields = dict(fallback.fields)
-    return Choice(
-        tuple(sides["task"]) or fallback.task, tuple(sides["language"]) or fallback.language, fields, painted, prompt
-    )
+    task = tuple(sides["task"]) or fallback.task
+    language = tuple(sides["language"]) or fallback.language
+    return Choice(task, language, fields, painted, prompt)
 
 
 def _read_painted(text: str) -> dict[tuple[int, Kind], str]:
+    """What `give=mlp.0-2=math` in an address assigns."""
     match = _PAINT.fullmatch(text)
     if match is None:
         raise ArgumentError(
@@ -228,4 +234,9 @@ _OF_FILES = {"path", "url", "meta"}
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    """A field's value in an address."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import gradio as gr
 
-from adapterswap.core import BASE, ZONES, Composition, Kind, Method, Parameter, Partition, find_method
+from adapterswap.core import BASE, ZONES, Composition, Kind, Parameter, Partition, find_method
 from adapterswap.core.methods.registry import PARAMETERS, names_of
 from adapterswap.experiments.studio.choice import Choice
 from adapterswap.experiments.studio.workspace import Workspace
@@ -31,21 +31,31 @@ _LABELS = {
 def presets() -> list[tuple[str, str]]:
     """(title, name) of what can be composed: the layer swap, the second paper's partitions, and the other methods.
 
-    Methods that a running model cannot hold come last. Methods that only full weights can hold are left out.
+    Methods that a running model cannot hold, because they are no weighted sum of the experts, come last. Methods that
+    only full weights can hold are left out.
     """
-    methods = {name: find_method(name) for name in names_of()[1:]}
-    methods = {name: method for name, method in methods.items() if method.in_adapters != "no"}
-    partitions = [(title_of({"partition": name}), _PARTITION + name) for name in get_args(Partition)]
-    answering = [(title_of({"method": name}), name) for name, method in methods.items() if _answers(method)]
-    to_files = [
-        (f"Files only: {title_of({'method': name})}", name) for name, method in methods.items() if not _answers(method)
-    ]
-    return [(title_of({}), "layer_swap"), *partitions, *answering, *to_files]
+    entries = [(title_of({}), "layer_swap")]
+    for name in get_args(Partition):
+        entries.append((title_of({"partition": name}), _PARTITION + name))
+
+    only_files = []
+    for name in names_of()[1:]:
+        method = find_method(name)
+        title = title_of({"method": name})
+        if method.in_adapters == "no":
+            continue
+        if method.is_sum:
+            entries.append((title, name))
+        else:
+            only_files.append((f"Files only: {title}", name))
+    return entries + only_files
 
 
 def preset_of(fields: Mapping[str, Any]) -> str:
     """The name of a choice's preset."""
-    return _PARTITION + str(fields["partition"]) if "partition" in fields else str(fields.get("method", "layer_swap"))
+    if "partition" in fields:
+        return _PARTITION + str(fields["partition"])
+    return str(fields.get("method", "layer_swap"))
 
 
 def is_offered(fields: Mapping[str, Any]) -> bool:
@@ -62,11 +72,6 @@ def title_of(fields: Mapping[str, Any]) -> str:
     return title[0].upper() + title[1:]
 
 
-def _answers(method: Method) -> bool:
-    """Whether a running model can hold the method's result: a weighted sum of the experts."""
-    return method.is_sum
-
-
 @dataclass(frozen=True)
 class _Offer:
     """The fields that a preset has controls for."""
@@ -80,9 +85,13 @@ class _Offer:
         if preset.startswith(_PARTITION):
             return cls("layer_swap", preset.removeprefix(_PARTITION), ("outside",))
         method = find_method(preset)
-        fields = [*ZONES, "outside", "weights"] if preset == "layer_swap" else []
-        fields += ["weights"] if preset == "soup" else []
-        fields += ["task_weight", "language_weight"] if method.weighted else []
+        fields: list[str] = []
+        if preset == "layer_swap":
+            fields += [*ZONES, "outside", "weights"]
+        if preset == "soup":
+            fields += ["weights"]
+        if method.weighted:
+            fields += ["task_weight", "language_weight"]
         fields += [parameter.name for parameter in method.parameters]
         return cls(preset, None, tuple(fields))
 
@@ -98,12 +107,16 @@ class Controls:
     def __init__(self, workspace: Workspace, choice: Choice) -> None:
         self._workspace = workspace
         self.components: dict[str, Any] = {}
-        names = list(workspace.experts)
         add = self.components
+
+        # The experts and the method
+        names = list(workspace.experts)
         with gr.Row(elem_classes="sides"):
             add["task"] = gr.Dropdown(names, label="Task expert", multiselect=True, min_width=140)
             add["language"] = gr.Dropdown([*names, BASE], label="Language expert", multiselect=True, min_width=140)
         add["preset"] = gr.Dropdown(presets(), label="Method", filterable=True)
+
+        # What methods can be told; `updates` says which of it can be seen
         most = workspace.num_layers
         for pair in (ZONES[:2], ZONES[2:]):
             with gr.Row(elem_classes="zones"):
@@ -119,18 +132,20 @@ class Controls:
             ["average", "task", "language"], label="Embeddings, heads and towers", value="average"
         )
         add["weights"] = gr.Radio(["equal", "magnitude"], label="Blend weights", value="equal")
-        for name, component in add.items():
+
+        for (name, component), update in zip(add.items(), self.updates(choice), strict=True):
             component.elem_id = f"set-{name}"
-        for name, update in zip(add, self.updates(choice), strict=True):
-            for key, value in update.items():
-                if key in ("value", "visible"):
-                    setattr(add[name], key, value)
+            component.value = update["value"]
+            component.visible = update["visible"]
 
     @property
     def sliders(self) -> dict[str, int]:
         """The `elem_id` of each slider → its place among `components`, counted from the end: -1 is the last."""
-        components = enumerate(self.components.values(), -len(self.components))
-        return {component.elem_id: place for place, component in components if isinstance(component, gr.Slider)}
+        places = {}
+        for place, component in enumerate(self.components.values(), -len(self.components)):
+            if isinstance(component, gr.Slider):
+                places[component.elem_id] = place
+        return places
 
     def averages(self, transitions: Sequence[int]) -> bool:
         """Whether a layer swap with these transition zones averages a module, so that weights count."""
@@ -139,23 +154,22 @@ class Controls:
     def choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str = "") -> Choice:
         """The choice that the controls' values describe: the preset's fields that differ from their defaults."""
         try:
-            return self._choice(values, painted, prompt)
+            offer = _Offer.of(values["preset"])
+            fields: dict[str, Any] = {"method": offer.method}
+            if offer.partition:
+                fields["partition"] = offer.partition
+            for name in offer.fields:
+                value = values[name]
+                is_required = name in PARAMETERS or name in ZONES[:2]
+                if value is None or not (is_required or value != Composition.model_fields[name].default):
+                    continue
+                # A number of layers that was typed arrives as a float.
+                fields[name] = int(value) if name in ZONES and float(value).is_integer() else value
+
+            task, language = tuple(values["task"] or ()), tuple(values["language"] or ())
+            return Choice(task, language, fields, unpacked(painted), prompt or "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             raise ArgumentError("The page sent a value that none of its controls has", "Reload the page") from None
-
-    def _choice(self, values: Mapping[str, Any], painted: Mapping[str, str], prompt: str) -> Choice:
-        """`choice`, unchecked."""
-        offer = _Offer.of(values["preset"])
-        fields: dict[str, Any] = {"method": offer.method}
-        fields |= {"partition": offer.partition} if offer.partition else {}
-        for name in offer.fields:
-            value = values[name]
-            required = name in PARAMETERS or name in ZONES[:2]
-            if value is not None and (required or value != Composition.model_fields[name].default):
-                fields[name] = _whole(name, value)
-        return Choice(
-            tuple(values["task"] or ()), tuple(values["language"] or ()), fields, unpacked(painted), prompt or ""
-        )
 
     def updates(self, choice: Choice) -> list[dict[str, Any]]:
         """An update of each control that shows a choice, valid or not."""
@@ -163,16 +177,22 @@ class Controls:
         preset = preset_of(fields) if is_offered(fields) else "layer_swap"
         offer = _Offer.of(preset)
         values: dict[str, Any] = {"task": list(choice.task), "language": list(choice.language), "preset": preset}
-        values |= {name: _number(fields.get(name), default) for name, default in self._defaults(offer).items()}
-        useless = set() if self._workspace.changes_outside else {"outside"}
+        for name, default in self._defaults(offer).items():
+            values[name] = _number(fields.get(name), default)
+
+        # Only controls that have an effect can be seen.
+        offered = {"task", "language", "preset", *offer.fields}
+        if not self._workspace.changes_outside:
+            offered.discard("outside")
         if preset == "layer_swap" and not self.averages([values[name] for name in ZONES[2:]]):
-            useless |= {*WEIGHTS}
-        offered = ({"task", "language", "preset"} | {*offer.fields}) - useless
+            offered.difference_update(WEIGHTS)
+
         names = list(self._workspace.experts)
         choices = {"task": {"choices": names}, "language": {"choices": [*names, BASE]}}
-        return [
-            gr.update(value=values[name], visible=name in offered, **choices.get(name, {})) for name in self.components
-        ]
+        updates = []
+        for name in self.components:
+            updates.append(gr.update(value=values[name], visible=name in offered, **choices.get(name, {})))
+        return updates
 
     def _defaults(self, offer: _Offer) -> dict[str, Any]:
         """The initial value of each field."""
@@ -181,21 +201,24 @@ class Controls:
             zones = dict(zip(ZONES, Composition(method="layer_swap").zones(layers), strict=True))
         except ValueError:  # too few layers for the paper's zones, which scale to none
             zones = dict.fromkeys(ZONES, 0) | {"bottom": min(1, layers)}
-        own = {p.name: p for p in find_method(offer.method).parameters}
-        found: dict[str, Any] = {**zones, "task_weight": 1.0, "language_weight": 1.0}
+
+        own = {parameter.name: parameter for parameter in find_method(offer.method).parameters}
+        defaults: dict[str, Any] = {**zones, "task_weight": 1.0, "language_weight": 1.0}
         for name, parameter in PARAMETERS.items():
             parameter = own.get(name, parameter)
-            found[name] = _DENSITY if parameter.required else parameter.default
-        return {**found, "outside": "average", "weights": "equal"}
+            defaults[name] = _DENSITY if parameter.required else parameter.default
+        return {**defaults, "outside": "average", "weights": "equal"}
 
 
 def unpacked(painted: Mapping[str, str]) -> dict[tuple[int, Kind], str]:
     """The page's {"3.mlp": owner} as {(layer, kind): owner}."""
-    found: dict[tuple[int, Kind], str] = {}
+    owners: dict[tuple[int, Kind], str] = {}
     for place, owner in painted.items():
         layer, _, name = place.partition(".")
-        found |= {(int(layer), kind): owner for kind in get_args(Kind) if kind == name}
-    return found
+        for kind in get_args(Kind):
+            if kind == name:
+                owners[int(layer), kind] = owner
+    return owners
 
 
 def packed(painted: Mapping[tuple[int, Kind], str]) -> dict[str, str]:
@@ -204,11 +227,13 @@ def packed(painted: Mapping[tuple[int, Kind], str]) -> dict[str, str]:
 
 
 def _control(parameter: Parameter) -> Any:
+    """The component for a parameter of a method, by its type and limits."""
     label = f"{parameter.name}: {parameter.description}"
     if parameter.kind is bool:
         return gr.Checkbox(label=label, visible=False, min_width=140)
     if parameter.choices:
         return gr.Dropdown(list(parameter.choices), label=label, visible=False, min_width=140)
+
     low = parameter.ge if parameter.ge is not None else parameter.gt
     high = parameter.le if parameter.le is not None else parameter.lt
     if parameter.kind is float and low == 0 and high == 1:
@@ -217,15 +242,12 @@ def _control(parameter: Parameter) -> Any:
     return gr.Number(label=label, visible=False, min_width=140, precision=precision)
 
 
-def _whole(name: str, value: Any) -> Any:
-    """The value of a field; a number of layers that was typed arrives as a float and becomes an int."""
-    return int(value) if name in ZONES and float(value).is_integer() else value
-
-
 def _number(value: Any, default: Any) -> Any:
     """A field's value with the type of its default, because values from an address are text."""
-    if value is None or isinstance(value, type(default)):
-        return default if value is None else value
+    if value is None:
+        return default
+    if isinstance(value, type(default)):
+        return value
     try:
         if isinstance(default, bool):
             return str(value).lower() == "true"

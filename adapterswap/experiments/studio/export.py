@@ -43,14 +43,27 @@ def lines(composition: Composition, num_layers: int, *, max_rank: int | None = N
     composition = _for_commands(composition, num_layers)
     content = _content(composition)
     out = file_name(composition)
-    bounds = {} if max_rank is None else {"max_rank": max_rank}
+
     options = _options(composition, content)
     words = ["adapterswap", "compose", *(options or [_RECIPE])]
-    words += [word for name, value in bounds.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    written = ", ".join([repr(out), *(f"{name}={value}" for name, value in bounds.items())])
-    python = f"import adapterswap\n\nplan = adapterswap.compose(adapterswap.Composition({_arguments(content)}))\n"
+    written = repr(out)
+    if max_rank is not None:
+        words += ["--max-rank", str(max_rank)]
+        written += f", max_rank={max_rank}"
+
+    arguments = "\n"
+    for key, value in content.items():
+        shown = repr(value)
+        if key == "rules":
+            items = "".join(f"        {item!r},\n" for item in value)
+            shown = f"[\n{items}    ]"
+        arguments += f"    {key}={shown},\n"
+    python = f"import adapterswap\n\nplan = adapterswap.compose(adapterswap.Composition({arguments}))\n"
     return Lines(
-        shlex.join([*words, "-o", out]), f"{python}plan.write({written})\n", dump_yaml(content), options is None
+        command=shlex.join([*words, "-o", out]),
+        python=f"{python}plan.write({written})\n",
+        yaml=dump_yaml(content),
+        needs_recipe=options is None,
     )
 
 
@@ -71,9 +84,11 @@ def write_file(
         path = folder / f"{name}.gguf"
         export(plan, path, max_rank=max_rank)
         return path
+
     adapter = write_adapter(plan, folder / name, max_rank=max_rank)
     if kind == "card":
         return adapter / CARD
+
     path = folder / f"{name}.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for file in sorted(adapter.iterdir()):
@@ -83,15 +98,22 @@ def write_file(
 
 def _content(composition: Composition) -> dict[str, Any]:
     """The composition as plain data without defaults; its rules are lines of text."""
-    content = composition.model_dump(mode="json", exclude_defaults=True)
+    content: dict[str, Any] = composition.model_dump(mode="json", exclude_defaults=True)
     if composition.allocation is not None:
         experts = {name: place for name, place in composition.experts.items() if name in composition.expert_names}
         del content["allocation"]
         return {**content, "experts": experts, "rules": [rule.text for rule in composition.allocation]}
-    sides = {"task": composition.task, "language": composition.language}
-    named = {side: names[0] if len(names) == 1 else list(names) for side, names in sides.items()}
-    places: dict[str, Any] = {key: content.pop(key) for key in ("experts", "base_model") if key in content}
-    return {**places, **named, **{key: value for key, value in content.items() if key not in named}}
+
+    # Where the experts are comes first, then the sides, a single name as text, and the rest in its order.
+    ordered: dict[str, Any] = {}
+    for key in ("experts", "base_model"):
+        if key in content:
+            ordered[key] = content[key]
+    for side, names in (("task", composition.task), ("language", composition.language)):
+        ordered[side] = names[0] if len(names) == 1 else list(names)
+    for key, value in content.items():
+        ordered.setdefault(key, value)
+    return ordered
 
 
 def _for_commands(composition: Composition, num_layers: int) -> Composition:
@@ -108,42 +130,26 @@ def _for_commands(composition: Composition, num_layers: int) -> Composition:
 
 def _options(composition: Composition, content: Mapping[str, Any]) -> list[str] | None:
     """The composition as options of `compose`; None if only a recipe can express it."""
-    words = _sides(composition) if composition.allocation is None else _rules(content)
-    if words is None:
-        return None
-    words += ["--base-model", composition.base_model] if composition.base_model else []
+    words: list[str] = []
+    if composition.allocation is None:
+        for option, names in (("-t", composition.task), ("-l", composition.language)):
+            for name in names:
+                words += [option, composition.experts.get(name, name)]
+    else:
+        experts: Mapping[str, str] = content["experts"]
+        if not experts or any("=" in name for name in experts):  # `--expert NAME=PLACE` would be cut at the wrong place
+            return None
+        for name, place in experts.items():
+            words += ["--expert", f"{name}={place}"]
+        for rule in content["rules"]:
+            words += ["--rule", rule]
+
+    if composition.base_model:
+        words += ["--base-model", composition.base_model]
     for key in FIELDS:
         if key == "allow_negative":
-            words += ["--allow-negative"] if content.get(key) else []
+            if content.get(key):
+                words.append("--allow-negative")
         elif key in content:
             words += words_of(key, content[key])
     return words
-
-
-def _sides(composition: Composition) -> list[str]:
-    """The options -t and -l."""
-    words: list[str] = []
-    for option, names in (("-t", composition.task), ("-l", composition.language)):
-        for name in names:
-            words += [option, composition.experts.get(name, name)]
-    return words
-
-
-def _rules(content: Mapping[str, Any]) -> list[str] | None:
-    """The options --expert and --rule; an expert name with '=' needs a recipe."""
-    experts: Mapping[str, str] = content["experts"]
-    if not experts or any("=" in name for name in experts):
-        return None
-    words = [word for name, place in experts.items() for word in ("--expert", f"{name}={place}")]
-    return words + [word for rule in content["rules"] for word in ("--rule", rule)]
-
-
-def _arguments(content: Mapping[str, Any]) -> str:
-    written = []
-    for key, value in content.items():
-        if key == "rules":
-            items = "".join(f"        {item!r},\n" for item in value)
-            written.append(f"    {key}=[\n{items}    ],\n")
-        else:
-            written.append(f"    {key}={value!r},\n")
-    return "\n" + "".join(written)

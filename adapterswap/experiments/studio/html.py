@@ -5,7 +5,7 @@ Every cell of the strip also has a letter and a label, so nothing depends on col
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _REMARKS = 4
 _KIND = {"attention": "attention", "mlp": "MLP", "other": "other"}
 _SHORT = {"attention": "attn", "mlp": "mlp", "other": "other"}
+_GREY = "#8a8f98"
+_CURSOR = '<span class="cursor" aria-hidden="true"></span>'
 
 
 def text(value: object) -> str:
@@ -36,7 +38,9 @@ def text(value: object) -> str:
 
 def colour_of(name: str, experts: Sequence[str]) -> tuple[str, str]:
     """An expert's colour and the colour of text on it; the same everywhere on the page."""
-    return COLOURS[list(experts).index(name) % len(COLOURS)] if name in experts else ("#8a8f98", "#000000")
+    if name not in experts:
+        return _GREY, "#000000"
+    return COLOURS[list(experts).index(name) % len(COLOURS)]
 
 
 @dataclass(frozen=True)
@@ -56,26 +60,33 @@ def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Seque
     """
     assert isinstance(plan.num_layers, int)  # `Workspace.open` refuses all others
     cells = _cells(plan)
-    kinds = [kind for kind in _KIND if any(of == kind for _, of in cells)]
+    present = {kind for _, kind in cells}
+    kinds = [kind for kind in _KIND if kind in present]
+
+    # A column for each layer: its number, and a cell for each kind.
     columns = []
     for layer in range(plan.one_depth("the studio")):
-        buttons = "".join(
-            _button(layer, kind, cells.get((layer, kind)), experts, (layer, kind) in painted) for kind in kinds
-        )
+        buttons = ""
+        for kind in kinds:
+            buttons += _button(layer, kind, cells.get((layer, kind)), experts, (layer, kind) in painted)
         columns.append(
             f'<div class="layer" role="group" aria-label="layer {layer}"><button type="button" class="number" '
             f'tabindex="-1" data-cell="{layer}" aria-label="layer {layer}: assign all of it" title="layer {layer}: '
             f'assign all of it">{layer}</button>{buttons}</div>'
         )
+
+    if painted:
+        title += f", {len(painted)} {'cell' if len(painted) == 1 else 'cells'} changed by hand"
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
-    by_hand = f", {len(painted)} cell{'s' * (len(painted) != 1)} changed by hand" if painted else ""
     remarks = "".join(f"<li>{text(line)}</li>" for line in plan.remarks[:_REMARKS])
+    if remarks:
+        remarks = f'<ul class="remarks">{remarks}</ul>'
     return (
-        f'<div class="strip"><p class="headline">{text(title + by_hand)}</p>'
+        f'<div class="strip"><p class="headline">{text(title)}</p>'
         f'<div class="body"><div class="kinds" aria-hidden="true"><span></span>{names}</div>'
         f'<div class="layers" role="group" aria-label="layers from bottom to top">{"".join(columns)}</div></div>'
         '<p class="direction" aria-hidden="true">input<i></i>output</p>'
-        f"{_legend(plan, experts)}" + (f'<ul class="remarks">{remarks}</ul>' if remarks else "") + "</div>"
+        f"{_legend(cells.values(), experts)}{remarks}</div>"
     )
 
 
@@ -86,37 +97,47 @@ def error_html(error: AdapterswapError) -> str:
 
 
 def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
+    """The cells of the strip, by layer and kind."""
     picture = plan.picture
     letters = {meaning: letter for letter, meaning in picture.legend.items()}
-    found: dict[tuple[int, str], list[Slot]] = {}
     shown = {(mark.layer, mark.kind) for mark in picture.marks}
+    slots_of: dict[tuple[int, str], list[Slot]] = {}
     for slot in plan:
         if slot.layer is not None and (slot.layer, slot.kind) in shown and not slot.in_full:
-            found.setdefault((slot.layer, slot.kind), []).append(slot)
-    return {place: _cell(slots, letters) for place, slots in found.items()}
+            slots_of.setdefault((slot.layer, slot.kind), []).append(slot)
 
+    cells = {}
+    for place, slots in slots_of.items():
+        meanings = list(dict.fromkeys(slot.label for slot in slots))
+        shares: dict[str, float] = {}
+        for slot in slots:
+            for term in slot.terms:
+                shares[term.expert] = shares.get(term.expert, 0.0) + abs(term.coefficient)
 
-def _cell(slots: Sequence[Slot], letters: Mapping[str, str]) -> _Cell:
-    meanings = list(dict.fromkeys(slot.label for slot in slots))
-    shares: dict[str, float] = {}
-    for slot in slots:
-        for term in slot.terms:
-            shares[term.expert] = shares.get(term.expert, 0.0) + abs(term.coefficient)
-    if len(meanings) > 1:
-        return _Cell("*", "; ".join(meanings), shares)
-    owner = slots[0].owner_label
-    letter = "·" if owner == BASE else letters.get(meanings[0], "?") if owner else "+"
-    return _Cell(letter, meanings[0], {} if owner == BASE else shares)
+        owner = slots[0].owner_label
+        if len(meanings) > 1:
+            cells[place] = _Cell("*", "; ".join(meanings), shares)
+        elif owner == BASE:
+            cells[place] = _Cell("·", meanings[0], {})
+        elif owner:
+            cells[place] = _Cell(letters.get(meanings[0], "?"), meanings[0], shares)
+        else:  # several experts
+            cells[place] = _Cell("+", meanings[0], shares)
+    return cells
 
 
 def _button(layer: int, kind: str, cell: _Cell | None, experts: Sequence[str], by_hand: bool) -> str:
     if cell is None:
         return f'<span class="cell none" title="layer {layer} {_KIND[kind]}: no expert adapts it"></span>'
-    label = f"layer {layer} {_KIND[kind]}: {cell.meaning}" + (", set by hand" if by_hand else "")
-    mark = " by-hand" if by_hand else ""
-    plain = "" if cell.shares else " base"
+    label = f"layer {layer} {_KIND[kind]}: {cell.meaning}"
+    classes = "cell"
+    if by_hand:
+        label += ", set by hand"
+        classes += " by-hand"
+    if not cell.shares:
+        classes += " base"
     return (
-        f'<button type="button" class="cell{mark}{plain}" tabindex="-1" data-cell="{layer}.{kind}" '
+        f'<button type="button" class="{classes}" tabindex="-1" data-cell="{layer}.{kind}" '
         f'aria-label="{text(label)}" title="{text(label)}" style="{_ground(cell.shares, experts)}">'
         f"{text(cell.letter)}</button>"
     )
@@ -129,26 +150,34 @@ def _ground(shares: Mapping[str, float], experts: Sequence[str]) -> str:
     if len(shares) == 1:
         colour, ink = colour_of(next(iter(shares)), experts)
         return f"background:{colour};color:{ink}"
-    total, edge, stops = sum(shares.values()) or 1.0, 0.0, []
+
+    total = sum(shares.values()) or 1.0
+    begin = 0.0
+    stops = []
     for name, share in shares.items():
         colour, _ = colour_of(name, experts)
-        stops.append(f"{colour} {edge:.0f}% {(edge := edge + 100 * share / total):.0f}%")
+        end = begin + 100 * share / total
+        stops.append(f"{colour} {begin:.0f}% {end:.0f}%")
+        begin = end
     return f"background:linear-gradient(135deg,{','.join(stops)});color:#fff;text-shadow:0 0 3px #000,0 0 3px #000"
 
 
-def _legend(plan: Plan, experts: Sequence[str]) -> str:
+def _legend(cells: Iterable[_Cell], experts: Sequence[str]) -> str:
+    """What the letters mean, the most frequent first."""
     counts: dict[str, int] = {}
-    shares: dict[str, Mapping[str, float]] = {}
-    letters: dict[str, str] = {}
-    for cell in _cells(plan).values():
+    examples: dict[str, _Cell] = {}
+    for cell in cells:
         counts[cell.meaning] = counts.get(cell.meaning, 0) + 1
-        shares[cell.meaning], letters[cell.meaning] = cell.shares, cell.letter
-    shown = sorted(counts, key=lambda meaning: -counts[meaning])[:8]
-    items = "".join(
-        f'<li><span class="swatch{"" if shares[meaning] else " base"}" style="{_ground(shares[meaning], experts)}">'
-        f"{text(letters[meaning])}</span>{text(meaning)}</li>"
-        for meaning in shown
-    )
+        examples[cell.meaning] = cell
+
+    items = ""
+    for meaning in sorted(counts, key=lambda meaning: -counts[meaning])[:8]:
+        cell = examples[meaning]
+        classes = "swatch" if cell.shares else "swatch base"
+        items += (
+            f'<li><span class="{classes}" style="{_ground(cell.shares, experts)}">{text(cell.letter)}</span>'
+            f"{text(meaning)}</li>"
+        )
     return f'<ul class="legend" aria-label="Legend">{items}</ul>'
 
 
@@ -172,19 +201,19 @@ class Column:
 
 def columns(workspace: Workspace, choice: Choice, shown: Sequence[str]) -> list[Column]:
     """The compositions to compare."""
-    found: list[Column] = []
-    for kind in COLUMNS:
+    compared: list[Column] = []
+    for kind, title in COLUMNS.items():
         if kind not in shown:
             continue
         if kind == "base":
-            found.append(Column("base", BASE, None))
+            compared.append(Column(title, BASE, None))
         elif kind == "this":
-            found.append(Column("this composition", "", workspace.composition(choice)))
+            compared.append(Column(title, "", workspace.composition(choice)))
         else:
             names = choice.task if kind == "task" else choice.language
             if names and names[0] != BASE:
-                found.append(Column(COLUMNS[kind], names[0], alone(names[0])))
-    return found
+                compared.append(Column(title, names[0], alone(names[0])))
+    return compared
 
 
 def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[str], *, right: str | None = None) -> str:
@@ -195,23 +224,24 @@ def answers_html(shown: Sequence[Column], answers: Answers, experts: Sequence[st
     """
     cards = []
     for column, written, ended in zip(shown, answers.texts, answers.ended, strict=True):
-        over = ended or answers.done
+        body = "<br>".join(map(text, written.strip().split("\n")))
         mark = ""
-        if right is not None and over:
-            is_right = written.strip() == right and ended
-            mark = (
-                f'<span class="mark {"right" if is_right else "wrong"}">{"✓ right" if is_right else "✗ wrong"}</span>'
-            )
-        body = "<br>".join(map(text, written.strip().split("\n"))) or ("<i>(nothing)</i>" if over else "")
-        cursor = "" if over else '<span class="cursor" aria-hidden="true"></span>'
-        cards.append(_card(column, experts, f"{body}{cursor}", mark))
+        if not (ended or answers.done):
+            body += _CURSOR
+        else:
+            body = body or "<i>(nothing)</i>"
+            if right is not None and ended and written.strip() == right:
+                mark = '<span class="mark right">✓ right</span>'
+            elif right is not None:
+                mark = '<span class="mark wrong">✗ wrong</span>'
+        cards.append(_card(column, experts, body, mark))
     return f'<div class="answers" aria-busy="{str(not answers.done).lower()}">{"".join(cards)}</div>'
 
 
 def waiting_html(shown: Sequence[Column], experts: Sequence[str]) -> str:
     """The cards before the first token."""
-    dots = '<span class="cursor" aria-hidden="true"></span>'
-    return f'<div class="answers" aria-busy="true">{"".join(_card(c, experts, dots, "") for c in shown)}</div>'
+    cards = [_card(column, experts, _CURSOR, "") for column in shown]
+    return f'<div class="answers" aria-busy="true">{"".join(cards)}</div>'
 
 
 def timing_text(answers: Answers, *, rows: int) -> str:
@@ -219,19 +249,22 @@ def timing_text(answers: Answers, *, rows: int) -> str:
     parts = [f"switched in <b>{1000 * answers.switch_seconds:.1f} ms</b>"]
     if answers.first_seconds is not None:
         parts.append(f"first token after <b>{1000 * answers.first_seconds:.0f} ms</b>")
-    if (speed := answers.tokens_per_second) is not None:
+    speed = answers.tokens_per_second
+    if speed is not None:
         together = f", {rows} answers at once" if rows > 1 else ""
         parts.append(f"<b>{speed:,.0f}</b> tokens/s{together}")
     return f'<p class="timing">{" · ".join(parts)}</p>'
 
 
 def _card(column: Column, experts: Sequence[str], body: str, mark: str) -> str:
-    colour, _ = colour_of(column.name, experts)
-    edge = f"border-top-color:{colour}" if column.name else ""
-    this = " this" if not column.name else ""
+    """A column's answer under its title; the card of this composition, which has no name, stands out."""
+    classes, edge = "answer this", ""
+    if column.name:
+        colour, _ = colour_of(column.name, experts)
+        classes, edge = "answer", f"border-top-color:{colour}"
     name = f" <small>{text(column.name)}</small>" if column.name not in ("", BASE) else ""
     return (
-        f'<section class="answer{this}" style="{edge}"><h4>{text(column.title)}{name}{mark}</h4>'
+        f'<section class="{classes}" style="{edge}"><h4>{text(column.title)}{name}{mark}</h4>'
         f'<div class="written" dir="auto">{body}</div></section>'
     )
 
@@ -251,15 +284,13 @@ def score_html(scores: Scores, others: Mapping[str, Scores], experts: Sequence[s
     """A bar per language with the number of problems answered correctly, and a tick for each of `others`."""
     bars = []
     for label, (right, number) in scores.items():
-        colours = {name: colour_of(name, experts)[0] for name in others}
-        places = {name: 100 * others[name][label][0] / number for name in others}
-        ticks = "".join(
-            f'<i class="tick" style="left:{places[name]:.1f}%;background:{colours[name]}"></i>' for name in others
-        )
-        words = "".join(
-            f'<span><i style="background:{colours[name]}"></i>{text(name)} {others[name][label][0]}</span>'
-            for name in others
-        )
+        ticks = words = ""
+        for name, own_scores in others.items():
+            colour, _ = colour_of(name, experts)
+            own_right, _ = own_scores[label]
+            ticks += f'<i class="tick" style="left:{100 * own_right / number:.1f}%;background:{colour}"></i>'
+            words += f'<span><i style="background:{colour}"></i>{text(name)} {own_right}</span>'
+
         bars.append(
             f'<div class="score"><span>{text(label)}</span><span class="bar" role="img" aria-label="{right} of '
             f'{number} correct"><i style="width:{100 * right / number:.1f}%"></i>{ticks}</span>'
@@ -284,26 +315,29 @@ def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -
     limit = "a threshold" if threshold is None else f"{threshold:.3g}, the median over the rows of these experts"
     parts = [f"<h4>Changed rows</h4><p>Percentage of rows whose mean |ΔW| exceeds {limit}.</p>"]
     for table in analysis.tables:
-        rows = {
-            part: {layer: table.cells[layer, part] for layer in range(num_layers) if (layer, part) in table.cells}
-            for part in table.modules
-        }
-        parts.append(_table(table.expert, rows, num_layers, colour_of(table.expert, experts)[0], percent=True))
+        rows: dict[str, dict[int, float]] = {part: {} for part in table.modules}
+        for (layer, part), share in table.cells.items():
+            rows[part][layer] = share
+        colour, _ = colour_of(table.expert, experts)
+        parts.append(_table(table.expert, rows, num_layers, colour, percent=True))
+
     parts.append("<h4>Size of the change</h4><p>‖ΔW‖ of all matrices of a layer together.</p>")
-    norms = {each.expert: each.layer_norms() for each in analysis.changes}
-    for name, values in norms.items():
-        parts.append(_table(name, {"‖ΔW‖": values}, num_layers, colour_of(name, experts)[0]))
+    for changes in analysis.changes:
+        colour, _ = colour_of(changes.expert, experts)
+        parts.append(_table(changes.expert, {"‖ΔW‖": changes.layer_norms()}, num_layers, colour))
+
     for pair in analysis.pairs[:_PAIRS]:
-        by_layer = pair.by_layer()
-        rows = {
-            label: {layer: abs(value) for layer, found in by_layer.items() if (value := found[key]) is not None}
-            for key, label in _NUMBERS.items()
-        }
-        shared = (
-            "" if pair.shared_start is None else " Both started from the same A, so they read from similar subspaces."
-        )
+        rows = {label: {} for label in _NUMBERS.values()}
+        for layer, numbers in pair.by_layer().items():
+            for key, label in _NUMBERS.items():
+                value = numbers[key]
+                if value is not None:
+                    rows[label][layer] = abs(value)
+        shared = " Both started from the same A, so they read from similar subspaces."
+        if pair.shared_start is None:
+            shared = ""
         parts.append(f"<h4>{text(pair.experts[0])} and {text(pair.experts[1])}</h4><p>In percent.{shared}</p>")
-        parts.append(_table("", rows, num_layers, "#8a8f98", percent=True))
+        parts.append(_table("", rows, num_layers, _GREY, percent=True))
     return f'<div class="measured">{"".join(parts)}</div>'
 
 
@@ -323,20 +357,25 @@ def _table(
     name: str, rows: Mapping[str, Mapping[int, float]], num_layers: int, colour: str, *, percent: bool = False
 ) -> str:
     """Rows of numbers by layer; the larger a number, the stronger the colour of its cell."""
-    most = 1.0 if percent else max((value for values in rows.values() for value in values.values()), default=1.0) or 1.0
-    head = "".join(f'<th scope="col">{layer}</th>' for layer in range(num_layers))
-    body = ""
+    most = 1.0
+    if not percent:
+        most = max((max(values.values(), default=0.0) for values in rows.values()), default=0.0) or 1.0
+
+    head = body = ""
+    for layer in range(num_layers):
+        head += f'<th scope="col">{layer}</th>'
     for label, values in rows.items():
-        cells = "".join(_number(values.get(layer), most, colour, percent) for layer in range(num_layers))
+        cells = ""
+        for layer in range(num_layers):
+            if layer not in values:
+                cells += "<td></td>"
+                continue
+            value = values[layer]
+            shown = f"{100 * value:.0f}" if percent else f"{value:.2g}"
+            share = 100 * min(value / most, 1.0)
+            fill = f"color-mix(in srgb,{colour} calc({share:.0f}% * var(--deepest)),transparent)"
+            cells += f'<td><span style="background:{fill}">{shown}</span></td>'
         body += f'<tr><th scope="row" title="{text(label)}">{text(label)}</th>{cells}</tr>'
+
     caption = f"<caption>{text(name)}</caption>" if name else ""
     return f'<div class="scroll" tabindex="0"><table>{caption}<tr><th></th>{head}</tr>{body}</table></div>'
-
-
-def _number(value: float | None, most: float, colour: str, percent: bool) -> str:
-    if value is None:
-        return "<td></td>"
-    shown = f"{100 * value:.0f}" if percent else f"{value:.2g}"
-    share = 100 * min(value / most, 1.0)
-    fill = f"color-mix(in srgb,{colour} calc({share:.0f}% * var(--deepest)),transparent)"
-    return f'<td><span style="background:{fill}">{shown}</span></td>'

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import shlex
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import PurePath
 from typing import Any
@@ -62,6 +62,7 @@ _REPLACE = "(address) => { history.replaceState(null, '', address + location.has
 
 
 def _asset(name: str) -> str:
+    """The text of a file beside this one."""
     return files("adapterswap.experiments.studio").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -120,14 +121,18 @@ class _Page:
     # components
 
     def _head(self) -> None:
+        """The title, and what is wrong with experts."""
         workspace = self.workspace
+        seed = ""
         folder = PurePath(workspace.base_model).parent.name
-        seed = f"Seed {folder.removeprefix('seed-')} of a lab run, " if folder.startswith("seed-") else ""
+        if folder.startswith("seed-"):
+            seed = f"Seed {folder.removeprefix('seed-')} of a lab run, "
         gr.HTML(
             f'<div id="head"><h1>adapterswap studio</h1><p>{seed}{text(workspace.base_model)}, {workspace.num_layers} '
             "layers. Choose which expert each layer comes from, and watch the answers change.</p></div>",
             js_on_load=_asset("names.js"),
         )
+
         for name, fault in workspace.faults.items():
             gr.HTML(f"<p>{text(name)} could not be opened:</p>{error_html(fault)}")
         for name, fault in workspace.not_live.items():
@@ -155,13 +160,16 @@ class _Page:
         self.open_problem = gr.HTML("")
 
     def _try(self) -> None:
+        """A prompt, or a problem of a lab run, and the answers."""
         lab = self.workspace.lab
+        spoken, number_shown, length = ["en"], 100, 64
+        if lab:
+            spoken, number_shown, length = list(lab.languages), lab.shown, 24
         with gr.Row(visible=lab is not None, equal_height=True):
-            spoken = list(lab.languages) if lab else ["en"]
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
             self.number = gr.Slider(
                 1,
-                lab.shown if lab else 100,
+                number_shown,
                 step=1,
                 value=self.first_number,
                 label="Problem",
@@ -180,6 +188,7 @@ class _Page:
         with gr.Row(equal_height=True):
             self.go = gr.Button("Answer", variant="primary", size="md", elem_id="go", min_width=160, scale=0)
             self.stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="stop")
+
         sliders = text(json.dumps(self.controls.sliders))
         self.answers = gr.HTML(
             f'<div id="meaning"></div><div id="written" aria-live="polite" aria-busy="true" data-sliders="{sliders}">'
@@ -188,24 +197,23 @@ class _Page:
             js_on_load=_asset("answers.js"),
             elem_id="answers",
         )
+
         with gr.Accordion("Options", open=False):
-            self.shown = gr.CheckboxGroup(
-                [(label, kind) for kind, label in COLUMNS.items()], value=list(COLUMNS), label="Compare"
-            )
+            labels_and_kinds = [(label, kind) for kind, label in COLUMNS.items()]
+            self.shown = gr.CheckboxGroup(labels_and_kinds, value=list(COLUMNS), label="Compare")
             self.auto = gr.Checkbox(True, label="Answer again when the composition changes")
             has_template = bool(getattr(self.workspace.tokenizer, "chat_template", None))
             self.chat = gr.Checkbox(self.workspace.is_chat, label="Apply the chat template", visible=has_template)
-            self.tokens = gr.Slider(1, 512, value=24 if lab else 64, step=1, label="Maximum new tokens", buttons=[])
+            self.tokens = gr.Slider(1, 512, value=length, step=1, label="Maximum new tokens", buttons=[])
 
     def _export(self) -> None:
         self.max_rank = gr.Number(0, label="Maximum rank (0: no limit)", precision=0, minimum=0, elem_id="max-rank")
         self.taken = gr.HTML("", js_on_load=_asset("copy.js"), elem_id="taken")
         self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
+        self.make = {}
         with gr.Row():
-            self.make = {
-                kind: gr.Button(f"Export the {label}", size="sm", elem_id=f"make-{kind}", min_width=140)
-                for kind, label in FILES.items()
-            }
+            for kind, label in FILES.items():
+                self.make[kind] = gr.Button(f"Export the {label}", size="sm", elem_id=f"make-{kind}", min_width=140)
         self.made = gr.File(label="Ready to download", visible=False, elem_id="made", interactive=False)
         self.make_problem = gr.HTML("")
 
@@ -227,8 +235,10 @@ class _Page:
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
             self.limit = gr.Slider(10, 500, value=100, step=10, label="Documents", scale=2, min_width=180, buttons=[])
+
+        # The browser reads the user's file, so that the server needs no uploads.
         label = 'Your file: JSON Lines with "prompt" and "answer"'
-        self.rows = gr.HTML(  # the browser reads the file, so that the server needs no uploads
+        self.rows = gr.HTML(
             "",
             html_template=f"<label>{label} <input type=file accept=.jsonl></label>",
             js_on_load=_ROWS,
@@ -240,6 +250,7 @@ class _Page:
                 "Evaluate", variant="primary", size="md", elem_id="evaluate", min_width=160, scale=0
             )
             self.evaluate_stop = gr.Button("Stop", size="md", min_width=80, scale=0, elem_id="evaluate-stop")
+
         self.progress = gr.HTML("", elem_id="evaluating")
         self.kept = gr.BrowserState([], storage_key="adapterswap-evaluated", secret="adapterswap")
         self.table = gr.HTML(evaluations.table_html([]), elem_id="evaluated")
@@ -283,15 +294,19 @@ class _Page:
         made = lines(composition, self.workspace.num_layers, max_rank=int(max_rank) if max_rank else None)
         first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
         words = " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in shlex.split(made.command))
-        blocks = {"Command line": (first, words), "Python": ("", text_lines(made.python))}
-        blocks |= {"YAML": ("", text_lines(made.yaml))}
-        sections = []
-        for number, (title, (remark, content)) in enumerate(blocks.items()):
-            sections.append(
+        blocks = (
+            ("Command line", first, words),
+            ("Python", "", text_lines(made.python)),
+            ("YAML", "", text_lines(made.yaml)),
+        )
+
+        sections = ""
+        for number, (title, remark, content) in enumerate(blocks):
+            sections += (
                 f'<section><h4>{title}<button type="button" data-copy="copy-{number}" aria-label="Copy: {title}">Copy'
                 f'</button></h4>{remark}<pre id="copy-{number}" tabindex="0">{content}</pre></section>'
             )
-        return f'<div class="take">{"".join(sections)}</div>'
+        return f'<div class="take">{sections}</div>'
 
     def _restore(self, query: str | None) -> list[Any]:
         """The page for an address: [brush, painted, prompt, spoken, number, *controls, *what `_redraw` returns].
@@ -307,14 +322,19 @@ class _Page:
                 raise ArgumentError(f"The studio does not offer {method}", "Use `merge`", parameter="method")
         except AdapterswapError as error:
             problem, choice = error, self.first
-        prompt = choice.prompt or self._problem_text(self.spoken.value, self.first_number)
+
         updates = self.controls.updates(choice)
         drawn = self._redraw(choice, None)
         if problem is not None:
             drawn[1] = error_html(problem)
+
+        # A prompt that is one of the lab's problems also moves the controls for its language and number.
+        prompt = choice.prompt or self._problem_text(self.spoken.value, self.first_number)
+        shown = [gr.skip(), gr.skip()]
         lab = self.workspace.lab
-        language, place = lab.known.get(prompt, (None, 0)) if lab else (None, 0)
-        shown = [language, place + 1] if language else [gr.skip(), gr.skip()]
+        if lab and prompt in lab.known:
+            language, place = lab.known[prompt]
+            shown = [language, place + 1]
         brush = gr.update(choices=[_NEXT, *self.names, BASE])
         return [brush, packed(choice.painted), prompt, *shown, *updates, *drawn]
 
@@ -333,18 +353,21 @@ class _Page:
             plan = self.workspace.plan(self.workspace.composition(choice))
         except AdapterswapError as error:
             return [gr.skip(), gr.skip(), error_html(error), gr.skip(), gr.skip()]
+
+        # The owner of each kind of module that was clicked: `3.mlp` is one of them, `3` the whole layer.
         layer, _, kind = cell.partition(".")
-        places = {
-            f"{slot.layer}.{slot.kind}": slot.owner
-            for slot in plan
-            if slot.layer is not None and str(slot.layer) == layer and kind in ("", slot.kind)
-        }
-        painted = dict(packed(choice.painted))
+        places = {}
+        for slot in plan:
+            if slot.layer is not None and str(slot.layer) == layer and kind in ("", slot.kind):
+                places[f"{slot.layer}.{slot.kind}"] = slot.owner
+
         owners = [*self.names, BASE]
-        current = next(iter(places.values()), None)
         wanted = brush
         if brush == _NEXT:
-            wanted = owners[(owners.index(current) + 1) % len(owners)] if current in owners else owners[0]
+            current = next(iter(places.values()), None)
+            following = owners.index(current) + 1 if current in owners else 0
+            wanted = owners[following % len(owners)]
+        painted = packed(choice.painted)
         if wanted in owners:
             painted |= dict.fromkeys(places, wanted)
         return [painted, *self._redraw(self._choice(painted, *inputs[1:]), max_rank)]
@@ -375,15 +398,16 @@ class _Page:
         """[suggested, zones, use]: what `suggest` proposes for the first expert of each side."""
         choice = self._choice(*inputs)
         try:
-            sides = [next((name for name in names if name != BASE), None) for names in (choice.task, choice.language)]
-            if None in sides:
+            task = [name for name in choice.task if name != BASE]
+            language = [name for name in choice.language if name != BASE]
+            if not task or not language:
                 raise CompositionError(
                     "A suggestion needs an expert on each side", "Choose a task and a language expert", parameter="task"
                 )
-            found = self.workspace.suggestion(*map(str, sides))
+            suggestion = self.workspace.suggestion(task[0], language[0])
         except AdapterswapError as error:
             return [error_html(error), None, gr.update(visible=False)]
-        return [suggestion_html(found), dict(found.composition), gr.update(visible=True)]
+        return [suggestion_html(suggestion), dict(suggestion.composition), gr.update(visible=True)]
 
     def _evaluate_now(
         self, request: gr.Request, task: str, limit: float, content: str | None, kept: Any, *inputs: Any
@@ -401,21 +425,32 @@ class _Page:
         try:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
-            if task == evaluations.OWN_FILE and not content:
-                raise CompositionError("No file was chosen", "Choose one above", parameter="file")
-            own = evaluations.read_rows(str(content)) if task == evaluations.OWN_FILE else ()
-            address = Choice(choice.task, choice.language, choice.fields, choice.painted).address()
+            own: Sequence[Any] = ()
+            if task == evaluations.OWN_FILE:
+                if not content:
+                    raise CompositionError("No file was chosen", "Choose one above", parameter="file")
+                own = evaluations.read_rows(content)
+
             yield [progress_html(None), gr.skip(), gr.skip()]
-            for news in evaluations.evaluate_live(
-                self.workspace, composition, task, limit, label=label_of(choice), address=address,
-                stopped=stopped, rows=own,
-            ):  # fmt: skip
+            running = evaluations.evaluate_live(
+                self.workspace,
+                composition,
+                task,
+                limit,
+                label=label_of(choice),
+                address=replace(choice, prompt="").address(),
+                stopped=stopped,
+                rows=own,
+            )
+            has_ended = False
+            for news in running:
                 if isinstance(news, evaluations.Progress):
                     yield [progress_html(news), gr.skip(), gr.skip()]
                 else:
+                    has_ended = True
                     rows = [*rows, news]
                     yield ["", [asdict(row) for row in rows], evaluations.table_html(rows)]
-            if stopped.is_set() and (not rows or len(rows) == len(evaluations.as_rows(kept))):
+            if stopped.is_set() and not has_ended:
                 yield ['<p class="timing">Stopped.</p>', gr.skip(), gr.skip()]
         except AdapterswapError as error:
             yield [error_html(error), gr.skip(), gr.skip()]
@@ -427,8 +462,10 @@ class _Page:
         except AdapterswapError as error:
             return [gr.skip(), gr.skip(), gr.skip(), error_html(error), gr.skip()]
         self.names[:] = list(self.workspace.experts)
-        choices = [gr.update(choices=each) for each in (self.names, [*self.names, BASE], [_NEXT, *self.names, BASE])]
-        return [*choices, "", ""]
+        task = gr.update(choices=self.names)
+        language = gr.update(choices=[*self.names, BASE])
+        brush = gr.update(choices=[_NEXT, *self.names, BASE])
+        return [task, language, brush, "", ""]
 
     def _wire_measuring(self, blocks: Any, everything: list[Any]) -> None:
         """Connect the controls of Analyze and Evaluate."""
@@ -573,6 +610,8 @@ class _Page:
 
 
 def _with_kind(make: Callable[..., Iterator[list[Any]]], kind: str) -> Callable[..., Iterator[list[Any]]]:
+    """An event's function for one kind of file. Gradio does not see that a `partial` of a method yields."""
+
     def call(*inputs: Any) -> Iterator[list[Any]]:
         yield from make(kind, *inputs)
 
@@ -593,10 +632,13 @@ def progress_html(progress: evaluations.Progress | None) -> str:
 
 def label_of(choice: Choice) -> str:
     """A short label of a choice for the table of results."""
-    sides = "+".join(" and ".join(names) for names in (choice.task, choice.language))
-    settings = [f"{key}={value}" for key, value in choice.fields.items() if (key, value) != ("method", "layer_swap")]
-    given = [f"{len(choice.painted)} changed by hand"] if choice.painted else []
-    return ", ".join([sides, *settings, *given])
+    parts = [f"{' and '.join(choice.task)}+{' and '.join(choice.language)}"]
+    for key, value in choice.fields.items():
+        if (key, value) != ("method", "layer_swap"):
+            parts.append(f"{key}={value}")
+    if choice.painted:
+        parts.append(f"{len(choice.painted)} changed by hand")
+    return ", ".join(parts)
 
 
 def text_lines(content: str) -> str:
