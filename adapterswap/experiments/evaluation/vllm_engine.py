@@ -99,8 +99,10 @@ class Needs:
         base: OpenedBase,
     ) -> Needs:
         """What vLLM must hold for compositions of a base's experts as adapters."""
-        ranks = {name: _rank_of(plan, output) for name, (plan, output) in adapters.items()}
-        shapes = _shapes_of(base)
+        # The highest rank that each adapter may have.
+        ranks: dict[str, int] = {}
+        for name, (plan, output) in adapters.items():
+            ranks[name] = min(plan.largest_rank, output.get("max_rank") or plan.largest_rank)
         highest = max(ranks, key=lambda name: ranks[name], default=None)
         if highest is not None and ranks[highest] > RANKS[-1]:
             raise UnsupportedError(
@@ -108,24 +110,35 @@ class Needs:
                 "Reduce it with `max_rank`, or use `engine=transformers`",
                 parameter="engine",
             )
-        names = {module.name for plan, _ in adapters.values() for module in plan.modules.values() if module.terms}
-        modules = tuple(sorted({name.rpartition(".")[2] for name in names}))
+
+        # vLLM adapts modules by the last parts of their names, so all of the base's that end in one of them count.
+        adapted = set()
+        for plan, _ in adapters.values():
+            adapted |= {module.name.rpartition(".")[2] for module in plan.modules.values() if module.terms}
+        width = 0
+        for name, shape in _shapes_of(base).items():
+            if name.rpartition(".")[2] in adapted:
+                width += sum(map(int, shape.split()[0].split("×")))
+
         requests = tuple(requests)
-        widths = (shapes[name].split()[0].split("×") for name in shapes if name.rpartition(".")[2] in modules)
         return Needs(
             ranks=ranks,
-            modules=modules,
+            modules=tuple(sorted(adapted)),
             zeros=_zeros(plan for plan, _ in adapters.values()),
-            width=sum(sum(map(int, pair)) for pair in widths),
+            width=width,
             longest=longest_of(requests),
-            likelihoods=any(isinstance(one, Likelihood) for one in requests),
+            likelihoods=any(isinstance(request, Likelihood) for request in requests),
             in_flight=in_flight,
         )
 
 
 def longest_of(requests: Sequence[Request]) -> int:
     """Tokens of the longest request with its answer; of likelihoods vLLM decodes one more token."""
-    return max(len(one.tokens) + (one.limit if isinstance(one, Generation) else 1) for one in requests)
+    lengths = []
+    for request in requests:
+        limit = request.limit if isinstance(request, Generation) else 1
+        lengths.append(len(request.tokens) + limit)
+    return max(lengths)
 
 
 def _shapes_of(base: OpenedBase) -> dict[str, str]:
@@ -134,20 +147,20 @@ def _shapes_of(base: OpenedBase) -> dict[str, str]:
     return {name: weight.shape for name, weight in weights.items()}
 
 
-def _rank_of(plan: Plan, output: Output) -> int:
-    """The highest rank that the adapter of a composition may have."""
-    return min(plan.largest_rank, output.get("max_rank") or plan.largest_rank)
-
-
 def _zeros(plans: Iterable[Plan]) -> dict[str, tuple[int, int]]:
     """The keys of the factors of one adapted module of each kind, with their shapes at rank 1."""
-    adapted = (module for plan in plans for adapter in plan.adapters.values() for module in adapter.modules.values())
-    kinds = {module.name.rpartition(".")[2]: module for module in adapted if not module.parameter}
-    return {
-        name: shape
-        for module in kinds.values()
-        for name, shape in ((module.a.name, (1, module.in_features)), (module.b.name, (module.out_features, 1)))
-    }
+    kinds: dict[str, Any] = {}
+    for plan in plans:
+        for adapter in plan.adapters.values():
+            for module in adapter.modules.values():
+                if not module.parameter:
+                    kinds[module.name.rpartition(".")[2]] = module
+
+    shapes = {}
+    for module in kinds.values():
+        shapes[module.a.name] = (1, module.in_features)
+        shapes[module.b.name] = (module.out_features, 1)
+    return shapes
 
 
 class VLLMEngine(Engine):
@@ -175,6 +188,7 @@ class VLLMEngine(Engine):
             os.environ.setdefault(name, value)
         from vllm.platforms import current_platform
 
+        # What this device can do
         self._base, self._arguments = base, dict(arguments)
         self._platform = str(current_platform.device_type)
         if device.partition(":")[0] not in ("auto", self._platform):
@@ -189,6 +203,7 @@ class VLLMEngine(Engine):
                 "Use `engine=transformers`, or evaluate tasks that generate",
                 parameter="engine",
             )
+
         on_cpu: dict[str, Any] = {}
         if self._platform == "cpu":
             on_cpu["enforce_eager"] = True  # compiling takes longer than a small sweep
@@ -205,6 +220,7 @@ class VLLMEngine(Engine):
             **needs.settings(),
             **self._checked(needs),
         }
+
         self._zeros = dict(needs.zeros)
         self._subjects: dict[str, Loadable] = {}
         self._adapters: dict[str, Any] = {}  # key → vLLM's LoRARequest
@@ -230,7 +246,8 @@ class VLLMEngine(Engine):
     @staticmethod
     def cannot_hold(adapters: Mapping[str, Adapter], base: OpenedBase) -> set[str]:
         """The experts whose changes vLLM cannot hold as LoRA, so that their compositions are full weights."""
-        shapes, unfit = _shapes_of(base), set()
+        shapes = _shapes_of(base)
+        unfit = set()
         for name, adapter in adapters.items():
             try:
                 check_fits(adapter, shapes, name)
@@ -262,10 +279,11 @@ class VLLMEngine(Engine):
 
     def ask(self, key: str, request: Request) -> None:
         """See `Engine`."""
-        number, parameters, adapter = str(next(self._numbers)), _parameters(request), self._adapters.get(key)
+        number = str(next(self._numbers))
+        parameters = _parameters(request)
         prompt = {"prompt_token_ids": list(request.tokens)}
         try:
-            self._engine.add_request(number, prompt, parameters, lora_request=adapter)
+            self._engine.add_request(number, prompt, parameters, lora_request=self._adapters.get(key))
         except Exception as error:  # from any of vLLM's layers
             raise ArgumentError(
                 f"vLLM refuses a request of {len(request.tokens)} tokens: {_reason(error)}",
@@ -291,11 +309,13 @@ class VLLMEngine(Engine):
         del self._subjects[key]
         if self._engine is None:  # it did not start again
             return
-        if queued := [number for number, (asked, _) in self._asked.items() if asked == key]:
+        queued = [number for number, (asked_of, _) in self._asked.items() if asked_of == key]
+        if queued:
             self._engine.abort_request(queued)
             for number in queued:
                 del self._asked[number]
-        if (adapter := self._adapters.pop(key, None)) is not None:
+        adapter = self._adapters.pop(key, None)
+        if adapter is not None:
             self._engine.remove_lora(adapter.lora_int_id)
         self._failures = 0
 
@@ -305,15 +325,14 @@ class VLLMEngine(Engine):
 
         known = {field.name for field in fields(EngineArgs)}
         for name in self._arguments:
-            reason = (
-                "is decided by other options"
-                if name in _RESERVED
-                else None
-                if name in known
-                else "is not a setting of this vLLM"
-            )
-            if reason is not None:
-                raise ArgumentError(f"engine_args: {name} {reason}", "Leave it out", parameter="engine_args")
+            if name in _RESERVED:
+                reason = "is decided by other options"
+            elif name not in known:
+                reason = "is not a setting of this vLLM"
+            else:
+                continue
+            raise ArgumentError(f"engine_args: {name} {reason}", "Leave it out", parameter="engine_args")
+
         length = self._arguments.get("max_model_len", needs.longest)
         if not isinstance(length, int) or length < needs.longest:  # vLLM would end answers there
             raise ArgumentError(
@@ -352,9 +371,15 @@ class VLLMEngine(Engine):
         from vllm.lora.request import LoRARequest
 
         number = next(self._numbers)
-        adapter = LoRARequest(
-            lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder or self._nothing(number))
-        )
+        if folder is None:
+            folder = self._folder / f"zeros-{number}"
+            folder.mkdir()
+            save_file({name: np.zeros(shape, np.float32) for name, shape in self._zeros.items()}, folder / WEIGHTS)
+            modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._zeros})
+            config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": modules, "bias": "none"}
+            (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+        adapter = LoRARequest(lora_name=f"{key}-{number}", lora_int_id=number, lora_path=str(folder))
         try:
             if not self._engine.add_lora(adapter):
                 raise RuntimeError("add_lora returned False")
@@ -373,16 +398,6 @@ class VLLMEngine(Engine):
         self._engine.reset_prefix_cache()
         self._full_weights = folder
 
-    def _nothing(self, number: int) -> Path:
-        """The folder of an adapter of zeros."""
-        folder = self._folder / f"zeros-{number}"
-        folder.mkdir()
-        save_file({key: np.zeros(shape, np.float32) for key, shape in self._zeros.items()}, folder / WEIGHTS)
-        modules = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in self._zeros})
-        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": modules, "bias": "none"}
-        (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        return folder
-
     def _recover(self, error: Exception) -> None:
         """Ask again what is queued: first of this engine, then of a new one. Then give up."""
         import torch
@@ -391,11 +406,14 @@ class VLLMEngine(Engine):
         if self._failures == _FAILURES or isinstance(error, torch.OutOfMemoryError):
             remedy = "Lower max_num_seqs or gpu_memory_utilization in `engine_args`, or use `engine=transformers`"
             raise RunError(f"vLLM failed: {_reason(error)}", remedy, parameter="engine") from error
-        queued, self._asked = self._asked, {}
+
+        queued = self._asked
+        self._asked = {}
         self._engine.abort_request(list(queued))
         if self._failures > 1:
             self._stop()
-            self._engine, self._full_weights = self._started(), None
+            self._engine = self._started()
+            self._full_weights = None
             for key, subject in list(self._subjects.items()):
                 self.put(key, subject)
         for key, request in queued.values():
@@ -408,9 +426,11 @@ def _parameters(request: Request) -> Any:
 
     if isinstance(request, Likelihood):
         return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+
     sampling = dict(request.sampling)
     samples = sampling.pop("do_sample", False)
-    if unknown := sorted(sampling.keys() - _SAMPLING):
+    unknown = sorted(sampling.keys() - _SAMPLING)
+    if unknown:
         raise UnsupportedError(
             f"vLLM has no generation setting {unknown[0]} that means what it means in transformers",
             "Leave it out, or use `engine=transformers`",
@@ -432,11 +452,18 @@ def _parameters(request: Request) -> Any:
 
 
 def _answer(request: Request, output: Any) -> Answer:
+    """A generation's tokens; or the log-likelihood of the last tokens, and whether each was the likeliest one."""
     if isinstance(request, Generation):
         return tuple(output.outputs[0].token_ids)
+
+    total = 0
+    is_greedy = True
     scored = list(zip(request.tokens, output.prompt_logprobs, strict=True))[-request.scored :]
-    total = sum(entries[token].logprob for token, entries in scored)
-    return float(total), all(token == min(entries, key=lambda one: entries[one].rank) for token, entries in scored)
+    for token, entries in scored:
+        ranks = {candidate: entry.rank for candidate, entry in entries.items()}
+        total += entries[token].logprob
+        is_greedy = is_greedy and token == min(ranks, key=ranks.__getitem__)
+    return float(total), is_greedy
 
 
 def _reason(error: BaseException) -> str:

@@ -68,10 +68,19 @@ def write_weights(
     weights: dict[str, Any] | None = None,
 ) -> None:
     """Write the adapter, or the whole model, into `folder`, in the dtype that the recipe says."""
+    import torch
+    from transformers import GenerationConfig
+
+    # Round once: the model, and its separate state dict if there is one. An adapter keeps its dtype by default.
     adapted = recipe.adapter.method == "lora"
     dtype = recipe.adapter.save_dtype or (None if adapted else base.config.dtype)
     if dtype is not None:
-        _round(model, weights, dtype)
+        chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        model.to(chosen)
+        if weights:
+            for name in weights:
+                weights[name] = weights[name].to(chosen)
+
     if adapted:
         # The adapter itself saves adapted embeddings; PEFT's check for more would use the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
@@ -79,42 +88,30 @@ def write_weights(
         _tidy_config(folder / "adapter_config.json", base, targets, below)
         (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which contains the base's local path
     else:
-        _save_model(folder, model, base, weights)
+        # With the base's own config and tokenizer, because trainers change them.
+        untouched = OpenedBase.open(base.reference)
+        model.config = untouched.config
+        if (base.source.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(base.source.folder)
+        model.save_pretrained(folder, state_dict=weights)
+        untouched.tokenizer.save_pretrained(folder)
+
+    # safetensors makes its files readable for their owner only.
     mode = next(folder.glob("*.json")).stat().st_mode
     for file in folder.glob("*.safetensors"):
-        file.chmod(mode)  # safetensors makes them readable for their owner only
-
-
-def _save_model(folder: Path, model: Any, base: OpenedBase, weights: dict[str, Any] | None) -> None:
-    """Save the model's weights, with the base's own config and tokenizer, because trainers change them."""
-    from transformers import GenerationConfig
-
-    untouched = OpenedBase.open(base.reference)
-    model.config = untouched.config
-    if (base.source.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base.source.folder)
-    model.save_pretrained(folder, state_dict=weights)
-    untouched.tokenizer.save_pretrained(folder)
-
-
-def _round(model: Any, weights: dict[str, Any] | None, dtype: Any) -> None:
-    """Round the model, and its separate state dict if there is one, to a dtype once."""
-    import torch
-
-    chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model.to(chosen)
-    for name, tensor in (weights or {}).items():
-        weights[name] = tensor.to(chosen)  # type: ignore[index]
+        file.chmod(mode)
 
 
 def describe(
     recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None = None
 ) -> dict[str, Any]:
     """The content of training.json."""
+    # The recipe, without the places of files on this machine.
     resolved = recipe.resolved()
     del resolved["out_path"]
     resolved["base_model"] = str(base.source)
-    for source in [*resolved["datasets"], *((resolved["validation"] or {}).get("datasets") or [])]:
+    validation = resolved["validation"] or {}
+    for source in [*resolved["datasets"], *(validation.get("datasets") or [])]:
         source["path"] = _public(source["path"])
     if resolved["hygiene"]:
         resolved["hygiene"]["overlap"] = [_public(name) for name in resolved["hygiene"]["overlap"]]
@@ -132,16 +129,22 @@ def describe(
     rows = asdict(report.rows)
     for counts in rows["sources"]:
         counts["source"] = _public(counts["source"])
-    return {
+
+    # Composing compares fingerprints: other bases may have this name, and one with the start in it is another base.
+    fingerprints = dict(base.source.identity)
+    if start and start.on_top:
+        fingerprints |= start.record.sha256
+
+    versions = {"adapterswap": __version__}
+    for name in _LIBRARIES:
+        versions[name] = version(name)
+    if report.selection:
+        versions["lm_eval"] = version("lm_eval")
+
+    record = {
         "format": TRAINING_FORMAT,
         "recipe": resolved,
-        "base": {
-            "name": base.source.name,
-            "revision": base.source.revision,
-            # Composing compares them: other bases may have this name, and one with the start in it is another base.
-            "fingerprints": base.source.identity | (start.record.sha256 if start and start.on_top else {}),
-        },
-        **({"start": start.record.content(), "companions": start.companions.prompt_record} if start else {}),
+        "base": {"name": base.source.name, "revision": base.source.revision, "fingerprints": fingerprints},
         "target_modules": targets.ends,
         "layers": targets.layers,
         "trainable_parameters": report.trainable_parameters,
@@ -151,17 +154,20 @@ def describe(
         "tokens": report.tokens,
         "losses": {"train": report.train_losses, "eval": report.eval_losses},
         "selection": asdict(report.selection) if report.selection else None,
-        **({"ladder": list(report.ladder)} if report.ladder else {}),
-        "versions": {
-            "adapterswap": __version__,
-            **{name: version(name) for name in (*_LIBRARIES, *(["lm_eval"] if report.selection else []))},
-        },
+        "versions": versions,
     }
+    if start:
+        record |= {"start": start.record.content(), "companions": start.companions.prompt_record}
+    if report.ladder:
+        record["ladder"] = list(report.ladder)
+    return record
 
 
 def _public(path: str) -> str:
     """A path that may be published: an absolute one is cut to its file name."""
-    return Path(path).name if expand(path).is_absolute() else path
+    if expand(path).is_absolute():
+        return Path(path).name
+    return path
 
 
 def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets, below: str | None) -> None:
@@ -172,8 +178,11 @@ def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets, below: 
     """
     config = json.loads(path.read_text(encoding="utf-8"))
     config["target_modules"] = targets.names
-    config["base_model_name_or_path"] = base.source.name if below is None else f"{base.source.name}+{below}"
-    config["revision"] = base.source.revision if below is None else None
+    config["base_model_name_or_path"] = base.source.name
+    config["revision"] = base.source.revision
+    if below is not None:
+        config["base_model_name_or_path"] = f"{base.source.name}+{below}"
+        config["revision"] = None
     config["inference_mode"] = True
     for key, value in config.items():
         if isinstance(value, list):
@@ -184,31 +193,41 @@ def _tidy_config(path: Path, base: OpenedBase, targets: TrainingTargets, below: 
 def _card(
     recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None
 ) -> str:
-    rows = report.rows
-    adapted = recipe.adapter.method == "lora"
-    hub = base.source.revision is not None
-    lines = [
-        "---",
-        f"library_name: {'peft' if adapted else 'transformers'}",
-        *([f"base_model: {base.source.name}"] if hub else []),
-        f"tags: [{'lora, ' * adapted}adapterswap]",
+    """The model card."""
+    if recipe.adapter.method == "none":
+        library, tags, kind = "transformers", "adapterswap", "Full-parameter"
+    else:
+        library, tags, kind = "peft", "lora, adapterswap", "rsLoRA" if targets.rslora else "LoRA"
+
+    # The head, and how it was trained
+    lines = ["---", f"library_name: {library}"]
+    if base.source.revision is not None:  # from the Hub
+        lines.append(f"base_model: {base.source.name}")
+    lines += [
+        f"tags: [{tags}]",
         "---",
         "",
-        f"# {_kind(recipe, targets)} expert for {base.source.name}",
+        f"# {kind} expert for {base.source.name}",
         "",
         f"Trained by adapterswap {__version__} on {base.source}: {_adapter_summary(recipe, start)}"
         f"{report.trainable_parameters:,} parameters, {report.steps:,} steps, {report.tokens:,} tokens.",
-        *([f"\nThe start {start.record.origin}."] if start and start.record.origin else []),
-        "",
-        "| source | rows read | after filter and samples |",
-        "|---|---:|---:|",
-        *(f"| {_public(counts['source'])} | {counts['read']:,} | {counts['kept']:,} |" for counts in rows.sources),
-        "",
-        f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped"
-        + (f", {rows.surplus:,} left out beyond samples_per_side" if rows.surplus else "")
-        + (f"; {rows.split:,} long texts became several rows" if rows.split else "")
-        + ".",
     ]
+    if start and start.record.origin:
+        lines.append(f"\nThe start {start.record.origin}.")
+
+    # The rows
+    rows = report.rows
+    lines += ["", "| source | rows read | after filter and samples |", "|---|---:|---:|"]
+    for counts in rows.sources:
+        lines.append(f"| {_public(counts['source'])} | {counts['read']:,} | {counts['kept']:,} |")
+    used = f"{rows.train:,} rows were trained on, {rows.validation:,} held out, {rows.dropped:,} dropped"
+    if rows.surplus:
+        used += f", {rows.surplus:,} left out beyond samples_per_side"
+    if rows.split:
+        used += f"; {rows.split:,} long texts became several rows"
+    lines += ["", f"{used}."]
+
+    # The losses, and which weights these are
     if report.train_losses:
         lines.append(f"Training loss: {report.losses_text(3)}.")
     if report.selection:
@@ -228,18 +247,15 @@ def _card(
     return "\n".join(lines)
 
 
-def _kind(recipe: TrainRecipe, targets: TrainingTargets) -> str:
-    if recipe.adapter.method == "none":
-        return "Full-parameter"
-    return "rsLoRA" if targets.rslora else "LoRA"
-
-
 def _adapter_summary(recipe: TrainRecipe, start: Start | None) -> str:
     """The adapter, and the part of the model that was trained if it was not all of it."""
     adapter = recipe.adapter
-    own = adapter.method == "lora" and (start is None or start.on_top)
-    parts = [f"rank {adapter.r}, alpha {adapter.alpha:g}"] if own else []
-    parts += [f"{'on top of' if start.on_top else 'started from'} {start.record}"] if start else []
+    parts = []
+    if adapter.method == "lora" and (start is None or start.on_top):
+        parts.append(f"rank {adapter.r}, alpha {adapter.alpha:g}")
+    if start:
+        parts.append(f"on top of {start.record}" if start.on_top else f"started from {start.record}")
+
     if adapter.partition:
         parts.append(f"the {adapter.side} side of partition {adapter.partition}")
     if adapter.layers:

@@ -59,11 +59,13 @@ def isolated() -> Iterator[None]:
     import transformers.utils.logging as transformers_logging
     from accelerate.state import AcceleratorState
 
-    generators = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
+    python_state, numpy_state, torch_state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     environment = dict(os.environ)
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    data_bars = datasets.are_progress_bars_disabled()
+    verbosity = transformers_logging.get_verbosity()
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    had_data_bars = not datasets.are_progress_bars_disabled()
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -73,18 +75,18 @@ def isolated() -> Iterator[None]:
             warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
             yield
     finally:
-        random.setstate(generators[0])
-        numpy.random.set_state(generators[1])
-        torch.set_rng_state(generators[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]
         os.environ.update(environment)
         transformers_logging.set_verbosity(verbosity)
-        if bars:
+        if had_bars:
             transformers_logging.enable_progress_bar()
-        if not data_bars:
+        if had_data_bars:
             datasets.enable_progress_bars()
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -137,13 +139,20 @@ def train(
         KeyboardInterrupt: of Ctrl-C, with the step and the checkpoint to continue from as its text.
     """
     recipe = _recipe(recipe, overrides)
-    target = _target(recipe, out_path)
+    chosen = out_path if out_path is not None else recipe.out_path
+    if chosen is None:
+        raise ArgumentError(
+            "There is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
+        )
+    target = expand(chosen)
     _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
     check_libraries(recipe)
-    if judged_by := recipe.judged_by:
+    judged_by = recipe.judged_by
+    if judged_by:
         from adapterswap.experiments.evaluation.tasks import LoadedTasks
 
         LoadedTasks.check_names(judged_by.tasks, judged_by.as_settings(recipe.folder).include_path)
+
     from adapterswap.experiments.training.checkpoints import Checkpoints, explained
     from adapterswap.experiments.training.output import EXPERT, write_expert, write_weights
     from adapterswap.kit.processes import Processes
@@ -159,13 +168,15 @@ def train(
     ):
         bar = bars.row("opening the base")
         prepared = _prepare(recipe, scratch, processes.count, device, trust_task_code=trust_task_code, tell=bar.begin)
+
+        # Without checkpoints, what TRL itself writes goes to the temporary folder.
         saves = bool(recipe.training.save_every_samples)
-        run = _Run(
-            prepared, processes, bar, device=device, dtype=dtype, folder=checkpoints.folder if saves else scratch
-        )
+        folder = checkpoints.folder if saves else scratch
+        run = _Run(prepared, processes, bar, device=device, dtype=dtype, folder=folder)
         checkpoint = run.last_checkpoint(checkpoints, resume=resume) if saves else None
         run.train(checkpoint, checkpoints.folder)
         trainer, report = run.trainer, run.report(target, checkpoint)
+
         bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
@@ -224,6 +235,7 @@ def _prepare(
     trust_task_code: bool,
     tell: Callable[[str], None],
 ) -> _Prepared:
+    """Read all that a run needs besides the weights, and refuse what would stop it."""
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.rehearsal import rehearse
@@ -234,13 +246,17 @@ def _prepare(
     # A model without weights is enough to report a wrong name before rows and weights are read.
     model = base.empty_model()
     start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
-    base = with_padding(base.with_companions(start.companions) if start else base)
+    if start:
+        base = base.with_companions(start.companions)
+    base = with_padding(base)
     targets = find_targets(model, recipe, base.config, start)
+
     tell("reading rows")
     data = load_data(recipe, base)
     head = rehearse(recipe, base, model, targets, data, device=device)
     rows, parts = sequences(data, recipe.training)
     steps = _steps(recipe, parts, processes)
+
     examination = None
     if recipe.judged_by:
         from adapterswap.experiments.training.judge import examine
@@ -272,9 +288,10 @@ class _Run:
         from adapterswap.experiments.training.trainer import Stopping, build_trainer
 
         recipe, data, start = prepared.recipe, prepared.data, prepared.start
-        bar.begin("loading the base")
         self._prepared, self._processes, self._bar = prepared, processes, bar
         self._stopping = Stopping(processes)
+
+        bar.begin("loading the base")
         model = load_trainable(prepared.base, recipe, device=device, dtype=dtype)
         head = self._head_for(model)
         if start and start.on_top:
@@ -319,7 +336,8 @@ class _Run:
         if recipe.selection and recipe.selection.ladder:
             ladder = Ladder(recipe.selection.rungs(self._prepared.steps), trainer, processes)
             trainer.add_callback(ladder)
-        if (examination := self._prepared.examination) and recipe.judged_by:
+        examination = self._prepared.examination
+        if examination and recipe.judged_by:
             from adapterswap.experiments.training.judge import CheckpointJudge
 
             judge = CheckpointJudge(recipe.judged_by, examination, trainer, processes=processes, bar=self._bar)
@@ -346,6 +364,8 @@ class _Run:
         from adapterswap.experiments.training.checkpoints import explained
 
         recipe, trainer, judge = self._prepared.recipe, self.trainer, self._judge
+
+        # Where there are checkpoints, SIGTERM ends the run with one.
         listening: AbstractContextManager[None] = nullcontext()
         if recipe.training.save_every_samples:
             trainer.add_callback(self._stopping)
@@ -363,9 +383,14 @@ class _Run:
             )
             stopped.signal = signal.SIGTERM
             raise stopped
-        self.seconds = time.monotonic() - began - trainer.seconds_evaluating - (judge.seconds if judge else 0)
-        measured = bool(_losses(trainer.state.log_history, "eval_loss")) if recipe.stops_early else judge is not None
-        if self._prepared.data.validation and not measured:
+
+        self.seconds = time.monotonic() - began - trainer.seconds_evaluating
+        is_measured = judge is not None
+        if judge:
+            self.seconds -= judge.seconds
+        if recipe.stops_early:
+            is_measured = bool(_losses(trainer.state.log_history, "eval_loss"))
+        if self._prepared.data.validation and not is_measured:
             self._bar.begin("measuring the validation loss")
             trainer.evaluate()
 
@@ -374,7 +399,8 @@ class _Run:
         from adapterswap.experiments.training.checkpoints import last_complete, step_of
 
         ended = f"Training was interrupted after step {self.trainer.state.global_step} of {self._prepared.steps}"
-        if (checkpoint := last_complete(folder)) is None:
+        checkpoint = last_complete(folder)
+        if checkpoint is None:
             return f"{ended}, before its first checkpoint: nothing is kept."
         return f"{ended}. Pass `resume=True` to continue from step {step_of(checkpoint)}."
 
@@ -422,7 +448,11 @@ def _steps(recipe: TrainRecipe, parts: Sequence[int], processes: int) -> int:
 
 def _losses(history: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
     """(step, loss) from the Trainer's log, the last entry of each step."""
-    return list({entry["step"]: (entry["step"], entry[key]) for entry in history if key in entry}.values())
+    losses = {}
+    for entry in history:
+        if key in entry:
+            losses[entry["step"]] = entry[key]
+    return list(losses.items())
 
 
 def _check_output(
@@ -437,6 +467,7 @@ def _check_output(
 
 
 def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> TrainRecipe:
+    """The recipe, read from its file if it is one."""
     check_type(recipe, (TrainRecipe, str, Path), "recipe", "Pass a YAML file, the name of a shipped one, or a recipe")
     overrides = tuple(overrides)
     if not isinstance(recipe, TrainRecipe):
@@ -448,15 +479,6 @@ def _recipe(recipe: TrainRecipe | str | Path, overrides: Iterable[str]) -> Train
             parameter="overrides",
         )
     return recipe
-
-
-def _target(recipe: TrainRecipe, out_path: str | Path | None) -> Path:
-    chosen = out_path if out_path is not None else recipe.out_path
-    if chosen is None:
-        raise ArgumentError(
-            "There is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
-        )
-    return expand(chosen)
 
 
 def estimate(
@@ -494,28 +516,28 @@ def estimate(
         options, processes = recipe.training, Processes.started()
         device, dtype = device_and_dtype(options)
         prepared = _prepare(recipe, scratch, processes, device, trust_task_code=trust_task_code, tell=lambda step: None)
-        base, start, targets, data, steps = (
-            prepared.base,
-            prepared.start,
-            prepared.targets,
-            prepared.data,
-            prepared.steps,
-        )
+        base, start, targets = prepared.base, prepared.start, prepared.targets
+        data, steps = prepared.data, prepared.steps
+
+        # How often a row is trained on, and what evaluating checkpoints takes.
         passes = options.epochs
         if options.max_steps is not None or recipe.simultaneous:
             passes = steps * rows_a_step(options, processes) / sum(prepared.parts)
         selection = None
-        if (judged_by := recipe.judged_by) and (examination := prepared.examination):
+        judged_by, examination = recipe.judged_by, prepared.examination
+        if judged_by and examination:
             between = steps_between(options.save_every_samples, options, processes) * judged_by.every
             selection = {
                 "checkpoints": math.ceil(steps / between),
                 "documents": examination.documents,
                 "requests": examination.requests,
             }
+
         base_parameters = sum(parameter.numel() for parameter in prepared.model.parameters())
         lengths = row_lengths(prepared.rows)
         parts = parts_of_batch(options, lengths, device, processes=processes)
         padded, real = padded_tokens(options, lengths, processes=processes, parts=parts)
+
         return TrainEstimate(
             base_model=str(base.source),
             start=start.describe(targets) if start else None,

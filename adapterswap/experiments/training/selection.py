@@ -93,11 +93,16 @@ class JudgedCheckpoint:
         cls, step: int, scores: Mapping[str, tuple[str, float, float | None, bool]], eval_loss: float | None
     ) -> JudgedCheckpoint:
         """A row from scores: task → (metric, value, standard error, whether higher is better)."""
-        units = {task: 100 if name.startswith(("bleu", "chrf", "ter")) else 1 for task, (name, *_) in scores.items()}
-        values = [value / units[task] * (1 if better else -1) for task, (_, value, _, better) in scores.items()]
-        errors = [None if error is None else error / units[task] for task, (_, _, error, _) in scores.items()]
-        known_errors = [error for error in errors if error is not None]
-        stderr = math.hypot(*known_errors) / len(scores) if len(known_errors) == len(scores) else None
+        values, errors = [], []
+        for name, value, error, higher_is_better in scores.values():
+            unit = 100 if name.startswith(("bleu", "chrf", "ter")) else 1
+            values.append(value / unit if higher_is_better else -value / unit)
+            if error is not None:
+                errors.append(error / unit)
+
+        stderr = None
+        if len(errors) == len(scores):
+            stderr = math.hypot(*errors) / len(scores)
         tasks = {task: value for task, (_, value, _, _) in scores.items()}
         return cls(step, math.fsum(values) / len(scores), stderr, tasks, eval_loss)
 
@@ -124,24 +129,37 @@ class CheckpointSelection:
 
     def markdown(self) -> list[str]:
         """The table as lines of Markdown, with the chosen row in bold."""
-        losses = any(row.eval_loss is not None for row in self.table)
-        columns = ["step", "score", *self.metrics, *(["validation loss"] if losses else [])]
+        has_losses = any(row.eval_loss is not None for row in self.table)
+        columns = ["step", "score", *self.metrics]
+        if has_losses:
+            columns.append("validation loss")
         lines = ["| " + " | ".join(columns) + " |", "|" + "---:|" * len(columns)]
+
         for row in self.table:
-            cells = [f"{row.step:,}", _with_error(row), *(f"{row.tasks[name]:.3f}" for name in self.metrics)]
-            cells += [f"{row.eval_loss:.3f}" if row.eval_loss is not None else ""] if losses else []
-            bold = row.step == self.kept[0]
-            lines.append("| " + " | ".join(f"**{cell}**" if bold and cell else cell for cell in cells) + " |")
+            cells = [f"{row.step:,}", _with_error(row)]
+            cells += [f"{row.tasks[name]:.3f}" for name in self.metrics]
+            if row.eval_loss is not None:
+                cells.append(f"{row.eval_loss:.3f}")
+            if row.step == self.kept[0]:
+                cells = [f"**{cell}**" for cell in cells]
+            if has_losses and row.eval_loss is None:
+                cells.append("")
+            lines.append("| " + " | ".join(cells) + " |")
         return lines
 
     def lines(self) -> list[str]:
         """The table as lines of text."""
-        ranks = {step: f", {'written' if place == 0 else 'kept'}" for place, step in enumerate(self.kept)}
         lines = []
         for row in self.table:
             numbers = [f"{name} {value:.4g}" for name, value in row.tasks.items()]
-            numbers += [f"validation loss {row.eval_loss:.4f}"] if row.eval_loss is not None else []
-            lines.append(f"{row.step:,}: {_with_error(row)} ({', '.join(numbers)}){ranks.get(row.step, '')}")
+            if row.eval_loss is not None:
+                numbers.append(f"validation loss {row.eval_loss:.4f}")
+            line = f"{row.step:,}: {_with_error(row)} ({', '.join(numbers)})"
+            if row.step == self.kept[0]:
+                line += ", written"
+            elif row.step in self.kept:
+                line += ", kept"
+            lines.append(line)
         return lines
 
     def notes(self) -> list[str]:
@@ -157,7 +175,10 @@ class CheckpointSelection:
 
 
 def _with_error(row: JudgedCheckpoint) -> str:
-    return f"{row.score:.4f}" + (f" ± {row.stderr:.4f}" if row.stderr is not None else "")
+    """The score with its standard error, if that is known."""
+    if row.stderr is None:
+        return f"{row.score:.4f}"
+    return f"{row.score:.4f} ± {row.stderr:.4f}"
 
 
 def is_judged(step: int, steps: int, save_steps: int, every: int) -> bool:
@@ -174,4 +195,5 @@ def worn_out(table: Sequence[JudgedCheckpoint], patience: int | None) -> bool:
     """Whether none of the last `patience` rows is better than the best one before them."""
     if patience is None or not table:
         return False
-    return len([row for row in table if row.step > best_first(table)[0].step]) >= patience
+    best = best_first(table)[0]
+    return len([row for row in table if row.step > best.step]) >= patience

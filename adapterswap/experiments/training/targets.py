@@ -229,10 +229,10 @@ class _Targeted:
                 if side == owner:
                     sides[name] = side
 
-        for side in trained_sides:
-            if side not in sides.values():
+        for trained in trained_sides:
+            if trained not in sides.values():
                 raise FieldError(
-                    f"Partition {partition} has no module of {type(self.model).__name__} on the {side} side",
+                    f"Partition {partition} has no module of {type(self.model).__name__} on the {trained} side",
                     "Choose another partition, or name more modules in adapter.target_modules",
                     parameter=parameter,
                 )

@@ -105,7 +105,8 @@ def common_readers() -> dict[tuple[str, ...], Reader]:
         ("instruction", "output"): ("{instruction}", "{output}"),
         ("inputs", "targets"): ("{inputs}", "{targets}"),  # Aya
     }
-    readers = {("text",): choose_reader(DatasetSource(path="rows", text="{text}"))}
+    readers: dict[tuple[str, ...], Reader] = {}
+    readers[("text",)] = choose_reader(DatasetSource(path="rows", text="{text}"))
     for columns, (prompt, completion) in pairs.items():
         readers[columns] = choose_reader(DatasetSource(path="rows", prompt=prompt, completion=completion))
     readers[("messages",)] = choose_reader(DatasetSource(path="rows", messages="messages"))

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel
 from torch.utils.data import Sampler
 from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTConfig, SFTTrainer
 
@@ -125,7 +126,8 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         self._steps_per_switch = steps_per_switch
         self.parameters: dict[Side, list[Any]] = {side: [] for side in SIDES}
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and (side := targets.side_of(name)):
+            side = targets.side_of(name)
+            if parameter.requires_grad and side:
                 self.parameters[side].append(parameter)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -189,8 +191,14 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         self._head = head
         self._loss_shifts_labels = self.model_accepts_loss_kwargs = True
         if not head.fused:
-            model = self.accelerator.unwrap_model(self.model)
-            add_head(model.get_base_model() if isinstance(model, PeftModel) else model, head)
+            add_head(self._own_model(), head)
+
+    def _own_model(self) -> Any:
+        """The model of transformers, without wrappers for several processes and without PEFT's."""
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PeftModel):
+            return model.get_base_model()
+        return model
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self.order or super()._get_train_sampler(*args, **kwargs)
@@ -201,10 +209,8 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         if self.args.device.type != "cpu" or self.args.torch_compile or not self._head.fused:
             yield inputs
             return
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if isinstance(model, PeftModel) else model
-        with only_labelled(model.base_model, inputs) as others:
-            yield others
+        with only_labelled(self._own_model().base_model, inputs) as labelled:
+            yield labelled
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """See the Trainer."""
@@ -242,13 +248,19 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager(), self._labelled(inputs) as prepared:
             outputs = model(**prepared, use_cache=False, fused_lm_head=True)
+
+        # Which row each label (batch, tokens - 1) belongs to. Rows without padding lie one after the other in one row.
         labelled = inputs["labels"][:, 1:] != -100
-        if len(labelled) == 1 and "position_ids" in inputs:  # rows without padding, one after the other
+        if len(labelled) == 1 and "position_ids" in inputs:
             row = ((inputs["position_ids"] == 0).cumsum(1) - 1)[:, : labelled.shape[1]]
         else:
             row = torch.arange(len(labelled), device=labelled.device)[:, None].expand(labelled.shape)
+
+        # The losses of the labels (labels,): with `only_labelled` there are no others.
         losses = -outputs.log_probs.double()
         losses = losses[0] if losses.shape != labelled.shape else losses[labelled]
+
+        # [sum of losses, number of labels] of each row (rows, 2)
         by_row = losses.new_zeros(int(row[-1, -1]) + 1, 2)
         by_row.index_add_(0, row[labelled], torch.stack([losses, torch.ones_like(losses)], dim=1))
         total = self.accelerator.gather_for_metrics(by_row).sum(dim=0).cpu()
@@ -318,14 +330,15 @@ class Ladder(TrainerCallback):  # type: ignore[misc]
 
     def restored(self) -> Iterator[int]:
         """Load the adapter of each rung into the trainer's model, the last one last, and yield its step."""
-        passed = [step for step in self._rungs if step <= self._trainer.state.global_step]
-        if lost := sorted({*passed} - {*self.kept}):
-            raise RunError(
-                f"The adapter of step {lost[0]}, a rung of selection.ladder, is no longer in {self._folder}",
-                "Pass `overwrite=True` without `resume` to start again",
-                parameter="resume",
-            )
-        for step in self.kept:
+        kept = self.kept
+        for step in sorted(self._rungs):
+            if step <= self._trainer.state.global_step and step not in kept:
+                raise RunError(
+                    f"The adapter of step {step}, a rung of selection.ladder, is no longer in {self._folder}",
+                    "Pass `overwrite=True` without `resume` to start again",
+                    parameter="resume",
+                )
+        for step in kept:
             self._trainer._load_from_checkpoint(str(self._folder / f"checkpoint-{step}"))
             yield step
 
@@ -345,6 +358,8 @@ class Completing(TrainerCallback):  # type: ignore[misc]
 def lora_config(options: AdapterOptions, targets: TrainingTargets) -> LoraConfig:
     """PEFT's config of the adapter."""
     shapes = {name: (shape.rank, shape.alpha) for name, shape in targets.shapes.items()}
+
+    # The most frequent rank and α are the config's own, and patterns name the modules with others.
     rank, alpha = min(multimode(shapes.values()), default=(options.r, options.alpha))
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -376,12 +391,14 @@ def build_trainer(
         steps: how many steps the run has, for schedules that decay at the end.
     """
     options, lengths = recipe.training, row_lengths(train)
-    averaged = getattr(base.config.get_text_config(), "output_router_logits", False)  # a loss of whole batches
-    divided = 1 if averaged else parts_of_batch(options, lengths, device, processes=processes.count)
+    divided = parts_of_batch(options, lengths, device, processes=processes.count)
+    if getattr(base.config.get_text_config(), "output_router_logits", False):  # a loss of whole batches
+        divided = 1
     adapted = recipe.adapter.method == "lora"
     if not adapted:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(targets.trains(name))
+
     trainer = ExpertTrainer(
         model=model,
         args=_arguments(recipe, steps, device, dtype, checkpoints, processes, parts=divided, head=head),
@@ -392,8 +409,6 @@ def build_trainer(
         callbacks=[_ProgressCallback(bar)],
     )
     trainer.use(head)
-    from transformers.trainer_callback import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for data
     if recipe.stops_early:
         trainer.add_callback(EarlyStoppingCallback(recipe.stops_early))
@@ -403,12 +418,15 @@ def build_trainer(
                 parameter.data = parameter.data.float()
     if start is not None and not start.on_top:
         take_over(trainer.model, start.adapter, targets.modules)
+
+    # The order of the rows
+    turns = recipe.simultaneous
     if options.group_by_length:
         rows = options.batch_size * options.gradient_accumulation
         trainer.order = RowsByLength(lengths.tolist(), rows=rows, seed=options.data_seed)
     elif not (options.packing or options.padding_free):
         trainer.order = RowsInSteps(lengths, rows=rows_a_step(options, processes.count), seed=options.data_seed)
-    if turns := recipe.simultaneous:
+    if turns:
         if trainer.is_fsdp_enabled:
             raise UnsupportedError(
                 "FSDP joins parameters that `simultaneous` has to freeze separately",
@@ -431,6 +449,7 @@ def _arguments(
     recipe: TrainRecipe, steps: int, device: str, dtype: str, checkpoints: Path, processes: Processes, *, parts: int,
     head: Head,
 ) -> SFTConfig:  # fmt: skip
+    """TRL's arguments."""
     options = recipe.training
     name, warmup, schedule_options = choose_schedule(options, steps)
     evaluate_every = recipe.validation.every_samples if recipe.validation else None
