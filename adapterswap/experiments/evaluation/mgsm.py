@@ -111,26 +111,31 @@ def read_mgsm(code: str) -> MgsmLanguage:
     """The questions and exemplars of the language with this ISO 639-1 code, one of `LANGUAGES`."""
     folder = files("adapterswap.experiments.evaluation") / "data" / "mgsm"
     questions = _questions((folder / f"{code}.tsv").read_text(encoding="utf-8"))
+
+    # The language's exemplars, in their order; all of them begin with the same words.
     lines = (folder / "exemplars.jsonl").read_text(encoding="utf-8").rstrip("\n").split("\n")
-    rows = sorted((row for row in map(json.loads, lines) if row["language"] == code), key=lambda row: int(row["index"]))
-    pairs = [(_split_word(row["question"]), _split_word(row["answer"])) for row in rows]
-    (question_word, space, _), (solution_word, _, _) = pairs[0]
+    rows = [row for row in map(json.loads, lines) if row["language"] == code]
+    exemplars = []
+    for row in sorted(rows, key=lambda row: int(row["index"])):
+        question_word, space, question = _split_word(row["question"])
+        solution_word, _, solution = _split_word(row["answer"])
+        exemplars.append(Exemplar(question, solution, int(row["number"])))
+
     return MgsmLanguage(
         code=code,
         question_word=question_word,
         solution_word=solution_word,
         space=space,
         questions=tuple(questions),
-        exemplars=tuple(
-            Exemplar(question[2], solution[2], int(row["number"]))
-            for row, (question, solution) in zip(rows, pairs, strict=True)
-        ),
+        exemplars=tuple(exemplars),
     )
 
 
 def mgsm_questions() -> Iterator[str]:
     """The questions of all languages."""
-    return (question for code in LANGUAGES for question, _ in read_mgsm(code).questions)
+    for code in LANGUAGES:
+        for question, _ in read_mgsm(code).questions:
+            yield question
 
 
 def _questions(text: str) -> list[tuple[str, int]]:
@@ -148,7 +153,6 @@ def _questions(text: str) -> list[tuple[str, int]]:
 def read_variant(variant: MgsmVariant, folder: Path, code: str) -> MgsmLanguage:
     """A language of MGSM with a variant's questions; the exemplars are MGSM's, because variants bring none."""
     path = folder / f"mgsm_{code}.tsv"
-    language = read_mgsm(code)
     try:
         questions = _questions(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -157,6 +161,8 @@ def read_variant(variant: MgsmVariant, folder: Path, code: str) -> MgsmLanguage:
         ) from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", variant.remedy) from None
+
+    language = read_mgsm(code)
     if variant.same_number and len(questions) != len(language.questions):
         raise DataError(
             f"{path} has {len(questions)} questions, but MGSM has {len(language.questions)}", variant.remedy
@@ -211,27 +217,40 @@ class MgsmTask:
 
     def shots(self) -> list[tuple[str, str]]:
         """The eight questions with their answers, in a fixed order; n shots are the first n."""
-        return [
-            (exemplar.question, str(exemplar.number) if self.mode == "direct" else solved.solution)
-            for exemplar, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True)
-        ]
+        shots = []
+        for exemplar, solved in zip(self.language.exemplars, self.solutions_from.exemplars, strict=True):
+            answer = str(exemplar.number) if self.mode == "direct" else solved.solution
+            shots.append((exemplar.question, answer))
+        return shots
 
 
 def mgsm_task_names() -> list[str]:
     """Every task of this module: `mgsm_direct_bn` … `mgsm_en_cot_zh`."""
-    return [f"mgsm_{mode}_{code}" for mode in MODES for code in LANGUAGES]
+    return _task_names("mgsm_")
 
 
 def variant_task_names() -> list[str]:
     """The same over each of `VARIANTS`: `mgsm_rev2_direct_bn` … `mgsm_symbolic_en_cot_zh`."""
-    return [f"{variant.prefix}{mode}_{code}" for variant in VARIANTS for mode in MODES for code in LANGUAGES]
+    names = []
+    for variant in VARIANTS:
+        names += _task_names(variant.prefix)
+    return names
+
+
+def _task_names(prefix: str) -> list[str]:
+    """The names of the tasks of MGSM or of a variant."""
+    names = []
+    for mode in MODES:
+        names += [f"{prefix}{mode}_{code}" for code in LANGUAGES]
+    return names
 
 
 def mgsm_task(name: str, folder: Path | None = None) -> MgsmTask:
     """The task of that name; `folder` has the questions of a variant."""
     variant = variant_of(name)
     mode, _, code = name.removeprefix(variant.prefix if variant else "mgsm_").rpartition("_")
-    return MgsmTask(mode, read_variant(variant, folder, code) if variant and folder else read_mgsm(code))
+    language = read_variant(variant, folder, code) if variant and folder else read_mgsm(code)
+    return MgsmTask(mode, language)
 
 
 AFRIMGSM = "masakhane/afrimgsm"

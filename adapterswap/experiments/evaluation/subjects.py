@@ -7,7 +7,7 @@ local paths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class Subject:
             if plan is not None and (self.output or why_not_live(plan) is not None):
                 folder = stack.enter_context(scratch_folder("evaluation")) / "composed"
                 adapter, plan = Source(write_adapter(plan, folder, **self.output), folder.name), None
+
             model = self.base.load_weights(dtype=dtype).to(target)
             if adapter is not None:
                 model = with_adapter(model, adapter)
@@ -96,21 +97,24 @@ class Subject:
         if plan is not None:
             base.check_depth(plan.num_layers, "Leave out `num_layers`")
             check_base_weights(plan.base.recorded, base.source, plan.base.named)
-        if adapter is not None:
-            own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
-            check_base_weights(
-                {str(adapter): adapter.recorded_base},
-                base.source,
-                {str(adapter): own if isinstance(own, str) else None},
-            )
-            opened = None
-            with suppress(AdapterswapError):  # PEFT loads more kinds than can be opened here
-                opened = Adapter.read(adapter)
-            try:
-                _ = opened and self.alone(opened)
-            except AdapterswapError as error:
-                if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
-                    raise
+        if adapter is None:
+            return
+
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+        if not isinstance(own, str):
+            own = None
+        check_base_weights({str(adapter): adapter.recorded_base}, base.source, {str(adapter): own})
+
+        # A plan shows more, of the kinds that can be opened here; PEFT loads others too.
+        try:
+            opened = Adapter.read(adapter)
+        except AdapterswapError:
+            return
+        try:
+            self.alone(opened)
+        except AdapterswapError as error:
+            if any(issubclass(problem.kind, BaseModelError | ExpertError) for problem in error.found):
+                raise
 
     def alone(self, adapter: Adapter) -> Plan:
         """The plan of one adapter on the base."""
@@ -119,27 +123,35 @@ class Subject:
 
     def companions(self, chat_template_from: str | None) -> CompanionPlan:
         """Whose tokenizer and chat template the merged model would have."""
-        plan = self.plan
-        folders = {name: expert.source.folder for name, expert in plan.experts.items()} if plan is not None else {}
-        folders |= {"adapter": self.adapter.folder} if self.adapter is not None else {}
+        folders: dict[str, Path] = {}
+        tokenizer = None
+        if self.plan is not None:
+            folders = {name: expert.source.folder for name, expert in self.plan.experts.items()}
+            tokenizer = self.plan.composition.tokenizer
+        if self.adapter is not None:
+            folders["adapter"] = self.adapter.folder
         return CompanionPlan.decide_prompts(
             folders,
             self.base.source.folder,
             rows=getattr(self.base.config.get_text_config(), "vocab_size", None),
-            tokenizer=plan.composition.tokenizer if plan is not None else None,
+            tokenizer=tokenizer,
             template=chat_template_from,
         )
 
     def described(self) -> dict[str, Any]:
         """As plain data without local paths; adapters by their SHA-256."""
-        source, plan = self.base.source, self.plan
-        named = {"source": source.name, "revision": source.revision}
-        prints = source.identity  # another local base may have the same name
-        subject: dict[str, Any] = {"base_model": {**named, **({"fingerprints": prints} if prints else {})}}
-        if self.adapter is not None:
-            subject["adapter"] = _describe(self.adapter)
-            if (record := CompositionRecord.read(self.adapter.folder)) is not None:
-                subject["composition"] = _made_of(record)
+        source, adapter, plan = self.base.source, self.adapter, self.plan
+        base: dict[str, Any] = {"source": source.name, "revision": source.revision}
+        if source.identity:  # another local base may have the same name
+            base["fingerprints"] = source.identity
+        subject: dict[str, Any] = {"base_model": base}
+
+        if adapter is not None:
+            hashes = {name: sha256_of(adapter.folder / name) for name in (WEIGHTS, CONFIG)}
+            subject["adapter"] = {"source": adapter.name, "revision": adapter.revision, "sha256": hashes}
+            made = CompositionRecord.read(adapter.folder)
+            if made is not None:
+                subject["composition"] = _made_of(made)
         if plan is not None:
             hashes = {name: sha256_of(expert.file.path) for name, expert in plan.adapters.items()}
             experts = {name: SourceRecord.of_adapter(expert, hashes[name]) for name, expert in plan.adapters.items()}
@@ -147,11 +159,6 @@ class Subject:
             record = CompositionRecord.of(plan, experts, None, output=output, measured={})
             subject["composition"] = _made_of(record)
         return subject
-
-
-def _describe(source: Source) -> dict[str, Any]:
-    hashes = {name: sha256_of(source.folder / name) for name in (WEIGHTS, CONFIG)}
-    return {"source": source.name, "revision": source.revision, "sha256": hashes}
 
 
 def _made_of(record: CompositionRecord) -> dict[str, Any]:
@@ -219,8 +226,13 @@ class Evaluation:
         plan, output, name = self.subject.plan, self.subject.output, "the composition"
         if self.subject.adapter is not None:
             plan, name = self.subject.alone(Adapter.read(self.subject.adapter)), "the adapter"
+
+        # What vLLM cannot hold as LoRA is merged into full weights.
         full = plan is not None and bool(VLLMEngine.cannot_hold(plan.adapters, base))
-        needs = Needs.of({} if plan is None or full else {name: (plan, output)}, exam.requests, 1, base)
+        adapters = {}
+        if plan is not None and not full:
+            adapters[name] = (plan, output)
+        needs = Needs.of(adapters, exam.requests, 1, base)
         with VLLMEngine(base, needs, settings.engine_args, device=device, dtype=dtype, seed=settings.seed) as engine:
             on_loaded()
             job = Job.of_plan(name, plan, output, exam, full=full, base_model=base.reference)
@@ -234,7 +246,7 @@ class Evaluation:
         results = []
         for engine in ENGINES:
             tell(engine)
-            arguments = self.exam.settings.engine_args if engine != ENGINES[0] else {}
+            arguments = self.exam.settings.engine_args if engine == "vllm" else {}
             settings = replace(self.exam.settings, engine=engine, engine_args=arguments)
             exam = replace(self.exam, settings=settings)
             results.append(replace(self, exam=exam).run(device=device, dtype=dtype))
@@ -261,8 +273,12 @@ class Evaluation:
             adapter, (Adapter, str, Path, type(None)), "adapter", "Pass a local folder, a Hub id or an opened adapter"
         )
         settings = settings or Settings()
-        names = [name for name in tasks.split(",") if name] if isinstance(tasks, str) else list(tasks)
+        if isinstance(tasks, str):
+            tasks = [name for name in tasks.split(",") if name]
+        names = list(tasks)
         LoadedTasks.check_names(names, settings.include_path)
+
+        # What is evaluated, and where the result goes
         if adapter is not None and plan is not None:
             raise ArgumentError(
                 "`adapter` cannot be combined with a composition", "Pass either `adapter` or `plan`", parameter="plan"
@@ -272,18 +288,25 @@ class Evaluation:
             raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
         if plan is not None:
             plan.check_adapter()
-        source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter)) if adapter else None
+        source = None
+        if adapter:
+            source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter))
         inputs: list[str | Path | None] = [base_model, source.folder if source else None, settings.include_path]
-        inputs += plan.inputs if plan else []
+        if plan:
+            inputs += plan.inputs
         if out_path is not None:
             EVALUATION.check(out_path, overwrite=overwrite, inputs=inputs)
+
+        # The subject, and the tokenizer and chat template that prompts have
         base = OpenedBase.open(str(base_model), tokenizer_of_experts=True)
         subject = Subject(base, source, plan, max_rank, max_error)
         subject.check()
         companions = subject.companions(chat_template_from)
         base = base.with_companions(companions)
         settings.check(base.tokenizer)
-        exam = Exam.load(names, settings, base)  # so that mistakes are reported before weights are loaded
+
+        # The tasks, so that their mistakes are reported before weights are loaded
+        exam = Exam.load(names, settings, base)
         if settings.language_fidelity:
             exam.tasks.check_languages()
         if Vocabulary(base.config, base.tokenizer).may_lack_rows:
@@ -390,4 +413,6 @@ def evaluate(
 
 def described_companions(companions: CompanionPlan) -> dict[str, Any]:
     """Whose tokenizer and chat template prompts have, as plain data; nothing if they are the base's."""
-    return {"companions": companions.prompts_of_experts} if companions.prompts_of_experts else {}
+    if not companions.prompts_of_experts:
+        return {}
+    return {"companions": companions.prompts_of_experts}
