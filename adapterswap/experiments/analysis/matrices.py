@@ -73,7 +73,9 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
     sources: dict[str, LoraModule | StoredTensor] = {}
     if isinstance(expert, Adapter):
         Target.ANALYZE.check_expert(expert, expert.name)
-        sources.update({name: module for name, module in expert.modules.items() if not module.embedding})
+        for name, module in expert.modules.items():
+            if not module.embedding:
+                sources[name] = module
     else:
         if base is None:
             raise ArgumentError(
@@ -95,16 +97,18 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                 )
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(Dtype.FLOATS):
                 sources[parameter.module] = parameter
-    parts = [_matrix(name, source) for name, source in sources.items()]
-    return {matrix.name: matrix for matrix in sorted(parts, key=lambda m: (-1 if m.layer is None else m.layer, m.key))}
 
+    by_name = {}
+    for name, source in sources.items():
+        inside = name if source.layer is None else ModuleName(name).within(source.layer)
+        part = re.sub(r"\.\d+(?=\.|$)", "", inside)
+        last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
+        place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
+        by_name[name] = Matrix(name, source.layer, part, (source.kind != "attention", place, name), source)
 
-def _matrix(name: str, source: LoraModule | StoredTensor) -> Matrix:
-    inside = name if source.layer is None else ModuleName(name).within(source.layer)
-    part = re.sub(r"\.\d+(?=\.|$)", "", inside)
-    last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
-    place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
-    return Matrix(name, source.layer, part, (source.kind != "attention", place, name), source)
+    # What is outside the layers comes first.
+    ordered = sorted(by_name.values(), key=lambda matrix: (-1 if matrix.layer is None else matrix.layer, matrix.key))
+    return {matrix.name: matrix for matrix in ordered}
 
 
 @contextmanager
@@ -124,9 +128,10 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
 
             def read(matrix: Matrix) -> Delta:
                 assert isinstance(matrix.source, StoredTensor)
-                found = (matrix.source, base.parameters[matrix.source.name])
-                ours, own = (Whole.of(parameter.path, parameter.tensor) for parameter in found)
-                delta = ours.difference(expert.name, own.read_rows(base.name, files), files)
+                of_base = base.parameters[matrix.source.name]
+                theirs = Whole.of(matrix.source.path, matrix.source.tensor)
+                own = Whole.of(of_base.path, of_base.tensor)
+                delta = theirs.difference(expert.name, own.read_rows(base.name, files), files)
                 return delta.T if expert.is_transposed(matrix.source.name) else delta
 
         yield read

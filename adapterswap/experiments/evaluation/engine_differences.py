@@ -39,31 +39,42 @@ class EngineDifference:
 
 def differences(ours: EvaluationResult, theirs: EvaluationResult) -> list[EngineDifference]:
     """Compare each score of each task over the documents: first transformers' result, then vLLM's."""
-    pairs = list(zip(ours.samples, theirs.samples, strict=True))
-    return [
-        _difference(task.name, own, other, [pair for pair in pairs if pair[0].task == task.name])
-        for task in ours.tasks.values()
-        for own, other in zip(task.scores, theirs.tasks[task.name].scores, strict=True)
-    ]
+    pairs: dict[str, list[tuple[Sample, Sample]]] = {}
+    for own_sample, other_sample in zip(ours.samples, theirs.samples, strict=True):
+        pairs.setdefault(own_sample.task, []).append((own_sample, other_sample))
+
+    compared = []
+    for name, task in ours.tasks.items():
+        for own, other in zip(task.scores, theirs.tasks[name].scores, strict=True):
+            compared.append(_difference(task.name, own, other, pairs.get(task.name, [])))
+    return compared
 
 
 def _difference(task: str, ours: Score, theirs: Score, pairs: Sequence[tuple[Sample, Sample]]) -> EngineDifference:
-    count, spread, mean = len(pairs), None, theirs.value - ours.value
-    if count > 1 and all(ours.metric in one.scores.get(ours.filter, {}) for one, _ in pairs):
-        values = [tuple(sample.scores[ours.filter][ours.metric] for sample in pair) for pair in pairs]
-        if math.isclose(math.fsum(one for one, _ in values) / count, ours.value):  # a perplexity is not their mean
-            mean = math.fsum(two - one for one, two in values) / count
-            spread = math.fsum((two - one - mean) ** 2 for one, two in values) / (count - 1)
+    """One score in both engines, over the documents that both have answered."""
+    count = len(pairs)
+    mean, stderr = theirs.value - ours.value, None
+
+    # The paired difference, where the score is the mean of the documents' scores, as a perplexity is not.
+    if count > 1 and all(ours.metric in own.scores.get(ours.filter, {}) for own, _ in pairs):
+        own_values = [own.scores[ours.filter][ours.metric] for own, _ in pairs]
+        other_values = [other.scores[ours.filter][ours.metric] for _, other in pairs]
+        if math.isclose(math.fsum(own_values) / count, ours.value):
+            gains = [other - own for own, other in zip(own_values, other_values, strict=True)]
+            mean = math.fsum(gains) / count
+            variance = math.fsum((gain - mean) ** 2 for gain in gains) / (count - 1)
+            stderr = math.sqrt(variance / count)
+
     return EngineDifference(
         task=task,
         metric=ours.metric,
         filter=ours.filter,
         documents=count,
-        equal=sum(_shape(one.output) == _shape(two.output) for one, two in pairs),
+        equal=sum(_shape(own.output) == _shape(other.output) for own, other in pairs),
         transformers=ours.value,
         vllm=theirs.value,
         difference=mean,
-        stderr=None if spread is None else math.sqrt(spread / count),
+        stderr=stderr,
     )
 
 

@@ -43,7 +43,9 @@ def language_of(task: str) -> str | None:
     the prompt: afrimgsm_cot_swa_prompt_1 → swa. A number of shots may follow: @2.
     """
     match = _AFRIMGSM.match(task) or _NAME.search(task)
-    return match[1] if match else None
+    if match is None:
+        return None
+    return match[1]
 
 
 def is_same_language(one: str, other: str) -> bool:
@@ -87,14 +89,21 @@ def language_share(text: str, language: str) -> float | None:
         raise ArgumentError(
             f"Lingua cannot detect the language {language!r}", "Use an ISO 639 code such as sw", parameter="language"
         )
-    detector, right, total = _detector(wanted), 0, 0
-    for piece in (part for line in _PIECE.findall(text) for part in _AFTER_THAI.split(line)):
+
+    pieces: list[str] = []
+    for sentence in _PIECE.findall(text):
+        pieces += _AFTER_THAI.split(sentence)
+
+    detector = _detector(wanted)
+    right = total = 0
+    for piece in pieces:
         letters = sum(character.isalpha() for character in piece)
         if letters < _FEWEST:
             continue
         total += letters
-        found = detector.detect_language_of(piece)
-        right += letters * (found is not None and found == wanted)
+        detected = detector.detect_language_of(piece)
+        if detected is not None and detected == wanted:
+            right += letters
     return right / total if total else None
 
 
@@ -107,15 +116,20 @@ def _known(code: str) -> Language | None:
 
     plain = code.replace("-", "_").split("_")[0]
     plain = _MEMBERS.get(plain, plain)
-    for each in Language.all():
-        if plain in (each.iso_code_639_1.name.lower(), each.iso_code_639_3.name.lower()):
-            return each
+    for language in Language.all():
+        if plain in (language.iso_code_639_1.name.lower(), language.iso_code_639_3.name.lower()):
+            return language
     return None
 
 
 @cache
 def _detector(language: Language) -> LanguageDetector:
+    """A detector for this language and those of MGSM."""
     from lingua import LanguageDetectorBuilder
 
-    candidates = {language, *(known for code in _OTHERS if (known := _known(code)) is not None)}
-    return LanguageDetectorBuilder.from_languages(*sorted(candidates, key=lambda each: each.name)).build()
+    candidates = {language}
+    for code in _OTHERS:
+        known = _known(code)
+        if known is not None:
+            candidates.add(known)
+    return LanguageDetectorBuilder.from_languages(*sorted(candidates, key=lambda candidate: candidate.name)).build()

@@ -49,6 +49,7 @@ class Paper(EvaluatedModel):
             on_begin=None,
             on_progress=None,
         )
+
         self._tasks, self._lookup = loaded.tasks.values(), answers
         self._kinds: set[str] = set()
         self.requests: dict[Request, None] = {}
@@ -66,8 +67,14 @@ class Paper(EvaluatedModel):
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
         answers = super()._answers(requests, batches, answer)
         self._kinds.add(requests[0].request_type)
-        if self._lookup is None and self._kinds >= {one.request_type for task in self._tasks for one in task.instances}:
-            raise AllAsked
+
+        # The harness asks all requests of one kind at a time; after the last kind there is nothing more to note.
+        if self._lookup is None:
+            kinds = set()
+            for task in self._tasks:
+                kinds |= {request.request_type for request in task.instances}
+            if self._kinds >= kinds:
+                raise AllAsked
         return answers
 
     def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
@@ -77,20 +84,25 @@ class Paper(EvaluatedModel):
         self._sampled += 1
         ends = self._generation_config.eos_token_id
         ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
+
         request = Generation(prompt, max_length - len(prompt), tuple(stop), ends, tuple(sorted(settings.items())), seed)
         answer = self._answered(request, ends[:1])
         return torch.cat([context, torch.tensor([answer], dtype=context.dtype).reshape(1, -1)], dim=1)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
         longest = self.max_length + 1  # the last token is only predicted
-        return [
-            self._answered(Likelihood(tuple((context + continuation)[-longest:]), len(continuation)), (0.0, False))
-            for _, context, continuation in requests
-        ]
+        answers = []
+        for _, context, continuation in requests:
+            request = Likelihood(tuple((context + continuation)[-longest:]), len(continuation))
+            answers.append(self._answered(request, (0.0, False)))
+        return answers
 
     def _answered(self, request: Request, nothing: Answer) -> Answer:
+        """Note a request, and look its answer up; `nothing` as long as there are no answers."""
         self.requests[request] = None
-        return nothing if self._lookup is None else self._lookup[request]
+        if self._lookup is None:
+            return nothing
+        return self._lookup[request]
 
 
 _ELSEWHERE = {
@@ -110,11 +122,8 @@ _OF_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "typical_p"}
 def _sampling(kwargs: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """The settings of one request, the model's own included, that are not off; without tokens and lengths."""
     settings = {**config.to_diff_dict(), **kwargs}
-    left_out = (
-        _ELSEWHERE if settings.get("do_sample") and settings.get("temperature") != 0 else _ELSEWHERE | _OF_SAMPLING
-    )
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in left_out and value is not False and value is not None
-    }
+    left_out = set(_ELSEWHERE)
+    if not settings.get("do_sample") or settings.get("temperature") == 0:
+        left_out |= _OF_SAMPLING
+    left_out |= {name for name, value in settings.items() if value is False or value is None}
+    return {name: value for name, value in settings.items() if name not in left_out}

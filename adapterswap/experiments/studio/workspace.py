@@ -123,7 +123,8 @@ class Visitors:
     def leave(self, visitor: str) -> None:
         """Stop what is running for the visitor."""
         with self._guard:
-            if (before := self._ends.pop(visitor, None)) is not None:
+            before = self._ends.pop(visitor, None)
+            if before is not None:
                 before.set()
 
 
@@ -221,7 +222,10 @@ class Workspace:
     @property
     def changes_outside(self) -> bool:
         """Whether an expert changes an embedding, a head or another module outside the layers."""
-        return any(part.layer is None for expert in self.experts.values() for part in expert.parts.values())
+        layers: set[int | None] = set()
+        for expert in self.experts.values():
+            layers |= {part.layer for part in expert.parts.values()}
+        return None in layers
 
     def first_problem(self, composition: Composition) -> int:
         """The place of the first of the lab's problems that the composition solves, but no expert and not the base.
@@ -243,26 +247,26 @@ class Workspace:
     def scores_alone(self, name: str, *, stopped: threading.Event | None = None) -> Scores | None:
         """`scores` of one expert, or of `base`, computed once."""
         if name not in self._scores_alone:
-            found = self.scores(None if name == BASE else alone(name), stopped=stopped)
-            if found is None:
+            scores = self.scores(None if name == BASE else alone(name), stopped=stopped)
+            if scores is None:
                 return None
-            self._scores_alone[name] = found
+            self._scores_alone[name] = scores
         return self._scores_alone[name]
 
     def scores(self, composition: Composition | None, *, stopped: threading.Event | None = None) -> Scores | None:
         """(correct, all) of the lab's problems for a composition, by language; None if `stopped` was set."""
         assert self.lab is not None
-        found = {}
+        scores = {}
         with self.holding(composition) as step_aside:
-            for language, chunks in self.lab.questions.items():
+            for language, batches in self.lab.questions.items():
                 right = 0
-                for asked in chunks:
+                for questions in batches:
                     if stopped is not None and stopped.is_set():
                         return None
-                    right += int(asked.exact_match(self.live.model).sum())
+                    right += int(questions.exact_match(self.live.model).sum())
                     step_aside()
-                found[language] = (right, len(self.lab.problems))
-        return found
+                scores[language] = (right, len(self.lab.problems))
+        return scores
 
     def check_live(self, name: str) -> None:
         """Raise the error that kept an expert from being loaded into the model, if any."""
@@ -333,14 +337,16 @@ class Workspace:
         target = choose_device(device)
         if isinstance(experts, Mapping):
             named = dict(experts)
-        elif chains := (manifest := Manifest.read(experts)).chains:
-            raise UnsupportedError(
-                f"{', '.join(chains)} is a chain of adapters, but the studio shows single ones",
-                "Write the chain as one adapter with `compose`",
-                parameter="experts",
-            )
         else:
+            manifest = Manifest.read(experts)
+            if manifest.chains:
+                raise UnsupportedError(
+                    f"{', '.join(manifest.chains)} is a chain of adapters, but the studio shows single ones",
+                    "Write the chain as one adapter with `compose`",
+                    parameter="experts",
+                )
             named = manifest.adapters
+
         base = OpenedBase.open(base_model, tokenizer_of_experts=True)
         num_layers = Depth.known(ModelConfig(base.config.to_dict()).stacked_layers, base_model, "Use another base")
         if not isinstance(num_layers, int):
@@ -349,6 +355,8 @@ class Workspace:
                 "Use `compose` with `stack`",
                 parameter="base_model",
             )
+
+        # Experts that cannot be opened are shown with the reason, as long as one can.
         opened: dict[str, Adapter] = {}
         faults: dict[str, AdapterswapError] = {}
         for name, reference in named.items():
@@ -358,6 +366,7 @@ class Workspace:
                 faults[name] = error.within(name)
         if not opened:
             raise next(iter(faults.values()))
+
         folders = {name: adapter.source.folder for name, adapter in opened.items()}
         companions = CompanionPlan.decide_prompts(folders, base.source.folder)
         base = base.with_companions(companions)

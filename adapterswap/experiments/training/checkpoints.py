@@ -104,12 +104,19 @@ class Checkpoints:
             RunError: the unfinished run has another recipe, other rows or tasks, another base or another number of
                 processes; or its run.json is missing.
         """
-        settings = _with_effect(recipe) | {"processes": processes}
-        run = {"settings": settings, "inputs": {"base": _hash(model_fingerprints(base)), **_hashes(inputs)}}
+        # What the run depends on: settings as they are, and hashes of all that it reads.
+        settings = {key: value for key, value in recipe.items() if key != "out_path"}
+        settings["training"] = {key: value for key, value in recipe["training"].items() if key not in _WITHOUT_EFFECT}
+        settings["processes"] = processes
+        hashes = {"base": _hash(model_fingerprints(base))}
+        for name, value in inputs.items():
+            hashes[name] = _hash(value)
+        run = {"settings": settings, "inputs": hashes}
+
         note = self.folder / _RUN
         if not resume:
             self.remove()
-        if not note.is_file():
+        if not note.is_file():  # a new run
             if self._complete():
                 raise RunError(
                     f"{self.folder} contains checkpoints but no {_RUN}, so it is unknown what they were trained on",
@@ -148,24 +155,21 @@ class Checkpoints:
         with suppress(OSError):  # files that cannot be removed stay
             for name in self._names():
                 path = self.folder / name.removesuffix("/**")
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
             self.folder.rmdir()
 
     def _names(self) -> list[str]:
         """The paths that training wrote there, in the form of `OutputKind.names`."""
         if not (self.folder / _RUN).is_file():
             return [_BUILDING]
-        folders = [path.name for path in self.folder.iterdir() if _CHECKPOINT.fullmatch(path.name) and path.is_dir()]
-        return [
-            "selection.json",
-            "selection.tmp",
-            "best/**",
-            f"{LADDER}/**",
-            "runs/**",
-            *(f"{name}/**" for name in folders),
-            _BUILDING,
-            _RUN,
-        ]
+        names = ["selection.json", "selection.tmp", "best/**", f"{LADDER}/**", "runs/**"]
+        for path in self.folder.iterdir():
+            if _CHECKPOINT.fullmatch(path.name) and path.is_dir():
+                names.append(f"{path.name}/**")
+        return [*names, _BUILDING, _RUN]
 
 
 def _complete_in(folder: Path) -> list[Path]:
@@ -203,23 +207,13 @@ def link_weights(checkpoint: Path, folder: Path) -> None:
 
 
 def _hash(value: Any) -> str:
+    """A short hash of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _hashes(inputs: Mapping[str, Any]) -> dict[str, str]:
-    return {name: _hash(value) for name, value in inputs.items()}
-
-
-def _with_effect(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe that affect the result."""
-    settings = {key: value for key, value in recipe.items() if key != "out_path"}
-    settings["training"] = {key: value for key, value in recipe["training"].items() if key not in _WITHOUT_EFFECT}
-    return settings
 
 
 def _changes(before: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     """The keys that differ between two contents of run.json, settings with their old and new values."""
-    old, new = (_flat(content.get("settings", {})) for content in (before, run))
+    old, new = _flat(before.get("settings", {})), _flat(run["settings"])
     changes = []
     for key in dict.fromkeys([*old, *new]):
         if old.get(key) != new.get(key):
@@ -244,4 +238,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
-    return shown(settings[key]) if key in settings else "not set"
+    """A setting's value, for messages."""
+    if key not in settings:
+        return "not set"
+    return shown(settings[key])

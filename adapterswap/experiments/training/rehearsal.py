@@ -68,6 +68,7 @@ def check_rows(model: Any, name: str, options: TrainingOptions) -> Head:
             f"Use a language model that reads text alone: {kind} may need other inputs, or have damaged weights",
             parameter="base_model",
         )
+
     if probe.reads_ahead:
         switch = getattr(model.config, "is_decoder", None)
         remedy = "Use a causal language model"
@@ -78,6 +79,7 @@ def check_rows(model: Any, name: str, options: TrainingOptions) -> Head:
             remedy,
             parameter="base_model",
         )
+
     if options.packing or options.padding_free:
         _check_packed(probe, kind, "packing" if options.packing else "padding_free")
     elif options.batch_size > 1 and probe.depends_on_the_batch:
@@ -109,13 +111,15 @@ def _check_packed(probe: Probe, kind: str, option: str) -> None:
 
 def check_length(model: Any, options: TrainingOptions, data: Data) -> None:
     """Raise if the longest row has more tokens than the model, which may be a small copy, has positions."""
-    parts = [data.train, *([data.validation] if data.validation else [])]
-    longest = max(part.longest for part in parts)
-    settings = [
-        value
-        for name, value in model.config.get_text_config().to_dict().items()
-        if POSITIONS.fullmatch(name) and isinstance(value, int) and value > 0
-    ]
+    longest = data.train.longest
+    if data.validation:
+        longest = max(longest, data.validation.longest)
+
+    # Only where the config says less is it worth trying.
+    settings = []
+    for name, value in model.config.get_text_config().to_dict().items():
+        if POSITIONS.fullmatch(name) and isinstance(value, int) and value > 0:
+            settings.append(value)
     if not settings or not min(settings) < longest <= _MOST_POSITIONS:
         return
     probe = Probe(model)
@@ -140,25 +144,29 @@ def check_length(model: Any, options: TrainingOptions, data: Data) -> None:
 
 def _check_adapter(small: Any, recipe: TrainRecipe, targets: TrainingTargets, head: Head) -> None:
     """Raise if a forward and a backward pass with the recipe's adapter fails, and name the modules at fault."""
-    names = _names_in(small, targets)
+    # The target modules in the small copy, by their ends or, where it has them, by their full names.
+    modules = {name for name, _ in small.named_modules()}
+    names = []
+    for name in targets.names:
+        if name in modules or any(module.endswith(f".{name}") for module in modules):
+            names.append(name)
     transposed = targets.conv1d
-    if not names or (reason := _failure(small, names, head, transposed)) is None:
+    reason = _failure(small, names, head, transposed) if names else None
+    if reason is None:
         return
+
+    # Each by itself; if they fail together only, all of them.
     at_fault = [name for name in names if _failure(small, [name], head, transposed) is not None]
     ends = sorted({name.rpartition(".")[2] for name in at_fault or names})
     others = sorted(set(targets.ends) - set(ends))
-    remedy = f"Set adapter.target_modules: [{', '.join(others)}]" if others else "Name others in adapter.target_modules"
+    remedy = "Name others in adapter.target_modules"
+    if others:
+        remedy = f"Set adapter.target_modules: [{', '.join(others)}]"
     raise FieldError(
         f"{type(small).__name__} cannot be trained with an adapter on {', '.join(ends)}: {reason}",
         remedy,
         parameter="adapter.target_modules",
     )
-
-
-def _names_in(small: Any, targets: TrainingTargets) -> list[str]:
-    """The target modules in the small copy, by their ends or, where it has them, by their full names."""
-    modules = {name for name, _ in small.named_modules()}
-    return [name for name in targets.names if any(own == name or own.endswith(f".{name}") for own in modules)]
 
 
 def _failure(small: Any, names: Sequence[str], head: Head, transposed: bool) -> str | None:

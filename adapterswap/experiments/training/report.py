@@ -56,15 +56,20 @@ def choose_schedule(options: TrainingOptions, steps: int) -> Schedule:
     warmup = _steps(options.warmup, steps)
     decay = _steps(options.decay, steps) if options.schedule == "warmup_stable_decay" else 0
     if warmup + decay > steps:
-        lengths = f"{warmup} steps of training.warmup" + (f" and {decay} of training.decay" if decay else "")
+        lengths = f"{warmup} steps of training.warmup"
+        if decay:
+            lengths += f" and {decay} of training.decay"
         raise FieldError(
             f"{lengths} do not fit into the {steps} steps of the run",
             "Set them to shares, such as 0.1",
             parameter="training.warmup",
         )
+
     if options.schedule == "warmup_stable_decay":
         return options.schedule, warmup, {"num_decay_steps": decay, "decay_type": "linear"}
-    return "constant_with_warmup" if options.schedule == "constant" else options.schedule, warmup, {}
+    if options.schedule == "constant":
+        return "constant_with_warmup", warmup, {}
+    return options.schedule, warmup, {}
 
 
 def _steps(value: float, steps: int) -> int:
@@ -91,17 +96,21 @@ def padded_tokens(
     """
     if options.packing or options.padding_free or not len(lengths):
         return float(lengths.sum()), float(lengths.sum())
+
     rows, size = rows_a_step(options, processes), options.batch_size // parts
     order = np.random.default_rng(options.data_seed).permutation(len(lengths))
     if options.group_by_length:
         order = np.argsort(lengths, kind="stable")
+
+    # The rows of a step are sorted, and each batch is padded to its last, longest row.
     starts = range(0, max(1, len(order) - rows + 1), rows)[:_STEPS]
     padded = real = 0
     for start in starts:
         step = np.sort(lengths[order[start : start + rows]])
-        batches = [step[at : at + size] for at in range(0, len(step), size)]
-        padded += sum(int(batch[-1]) * len(batch) for batch in batches)
         real += int(step.sum())
+        for begin in range(0, len(step), size):
+            batch = step[begin : begin + size]
+            padded += int(batch[-1]) * len(batch)
     return padded / len(starts), real / len(starts)
 
 
@@ -113,11 +122,14 @@ def parts_of_batch(options: TrainingOptions, lengths: NDArray[np.int64], device:
     if device != "cpu" or options.packing or options.padding_free or options.group_by_length:
         return 1
     batches = options.gradient_accumulation * processes
-    possible = [n for n in range(1, options.batch_size // _FEWEST + 1) if options.batch_size % n == 0] or [1]
-    return min(
-        possible,
-        key=lambda n: padded_tokens(options, lengths, processes=processes, parts=n)[0] + _PASS * n * batches,
-    )
+
+    def cost(parts: int) -> float:
+        """Tokens of a step with padding, and what starting the passes takes."""
+        padded, _ = padded_tokens(options, lengths, processes=processes, parts=parts)
+        return padded + _PASS * parts * batches
+
+    possible = [parts for parts in range(1, options.batch_size // _FEWEST + 1) if options.batch_size % parts == 0]
+    return min(possible or [1], key=cost)
 
 
 # Values that a layer keeps for the backward pass, for each token, as counted on a Llama with LoRA on every projection:
@@ -149,12 +161,16 @@ def memory(
     intermediate = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     if isinstance(intermediate, list):  # one for each layer
         intermediate = max(intermediate)
+
+    # What the layers keep for the backward pass, and the logits that are computed at once.
     tokens = options.batch_size // parts * (options.max_length if options.packing else longest)
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)
-    # With checkpointing, each layer keeps only its input, and one layer at a time is recomputed.
-    activations = layers * tokens * size * hidden + layer if options.gradient_checkpointing else layers * layer
+    activations = layers * layer
+    if options.gradient_checkpointing:  # each layer keeps only its input, and one layer at a time is recomputed
+        activations = layers * tokens * size * hidden + layer
     logits = size * min(tokens, _TILE[0]) * min(int(config.vocab_size), _TILE[1])
+
     by_part = _weights(recipe, trainable, base_parameters, size)
     if device == "cpu":
         by_part["activations"] = round(_SPARE * activations + _COPIES * labelled * logits)
@@ -167,14 +183,20 @@ def memory(
 def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
     """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
     moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
+
+    # Full weights: the gradient and AdamW's two moments come on top of the weights themselves.
     if recipe.adapter.method == "none":
         bytes_per_weight = Dtype.BYTES[Dtype.NAMES[recipe.training.weight_dtype]]
         return {
             "base": base_parameters * bytes_per_weight,
             "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),
         }
-    base = base_parameters * recipe.quantization.bits // 8 if recipe.quantization else base_parameters * size
-    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}  # an adapter is trained in float32
+
+    # An adapter is trained in float32: its weights, their gradients and two moments.
+    base = base_parameters * size
+    if recipe.quantization:
+        base = base_parameters * recipe.quantization.bits // 8
+    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}
 
 
 @dataclass(frozen=True)
@@ -222,16 +244,6 @@ class RowCounts:
     def dropped(self) -> int:
         return self.empty + self.math + self.overlap + self.cut_off
 
-    def _by_source(self, count: str) -> str:
-        return ", ".join(f"{source['source']}: {source[count]}" for source in self.sources if source[count])
-
-    def _overlaps(self) -> str:
-        return ", ".join(
-            f"{source['source']}: {count} with {evaluation}"
-            for source in self.sources
-            for evaluation, count in source["overlap"].items()
-        )
-
     def notes(self) -> list[str]:
         """Sentences about rows that were dropped or cut, for the user."""
         messages = []
@@ -240,9 +252,14 @@ class RowCounts:
         if self.empty:
             messages.append(f"{self.empty} rows dropped: a value is missing or there is nothing to train on")
         if self.math:
-            messages.append(f"{self.math} rows dropped: they look like math ({self._by_source('math')})")
+            by_source = [f"{source['source']}: {source['math']}" for source in self.sources if source["math"]]
+            messages.append(f"{self.math} rows dropped: they look like math ({', '.join(by_source)})")
         if self.overlap:
-            messages.append(f"{self.overlap} rows dropped: they share text with an evaluation ({self._overlaps()})")
+            overlaps = []
+            for source in self.sources:
+                for evaluation, count in source["overlap"].items():
+                    overlaps.append(f"{source['source']}: {count} with {evaluation}")
+            messages.append(f"{self.overlap} rows dropped: they share text with an evaluation ({', '.join(overlaps)})")
         if self.cut_off:
             messages.append(f"{self.cut_off} rows dropped: max_length cuts off their whole completion")
         if self.surplus:
@@ -261,6 +278,7 @@ class RowCounts:
                 f"{self.without_end} rows have no end-of-sequence token after their last turn, as the chat template "
                 "writes none: the expert will not learn to stop"
             )
+
         for source in self.sources:
             for remark, (count, example) in source["remarks"].items():
                 messages.append(f"{source['source']}: {count} rows: {remark}, such as {example}")
@@ -309,7 +327,9 @@ class TrainReport:
         (_, first), (steps, last) = self.train_losses[0], self.train_losses[-1]
         if len(self.train_losses) > 1:
             return f"{first:.{digits}f} at the start, {last:.{digits}f} at the end"
-        return f"{first:.{digits}f}" + (f", the mean of {steps:,} steps" if steps > 1 else "")
+        if steps > 1:
+            return f"{first:.{digits}f}, the mean of {steps:,} steps"
+        return f"{first:.{digits}f}"
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path)}

@@ -59,13 +59,19 @@ class Start:
         others = [f"its {line}" for line in self.companions.lines]
         if self.on_top:
             return ", ".join([f"on top of {self.record}", *others])
-        started = self.adapter.modules.keys()
-        ranks = sorted({module.rank for module in self.adapter.modules.values()})
-        rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
-        added, kept = len(targets.modules - started), len(started - targets.modules)
-        parts = [f"{self.record}: {len(started)} modules of {rank}"]
-        parts += [f"{added} more start at zero"] if added else []
-        parts += [f"{kept} of them are not trained"] if kept else []
+
+        modules = self.adapter.modules
+        ranks = {module.rank for module in modules.values()}
+        rank = f"rank {min(ranks)}"
+        if len(ranks) > 1:
+            rank += f" to {max(ranks)}"
+        parts = [f"{self.record}: {len(modules)} modules of {rank}"]
+        added = len(targets.modules - modules.keys())
+        if added:
+            parts.append(f"{added} more start at zero")
+        kept = len(modules.keys() - targets.modules)
+        if kept:
+            parts.append(f"{kept} of them are not trained")
         return ", ".join([*parts, *others])
 
 
@@ -80,12 +86,19 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
         on_top = isinstance(start, ChainStart)
         if isinstance(start, str) and start.endswith((".yaml", ".yml")):
             start = read_composition(start)
-        if isinstance(start, Composition):
-            adapter = open_adapter(_write(start, base, scratch / "composition"))
+        if isinstance(start, ChainStart):
+            adapter = open_adapter(start.adapter)
+        elif isinstance(start, Composition):
+            # The depth is that of the base to train on, which the experts may only name.
+            if start.base_model is None and start.num_layers is None:
+                depth = ModelConfig(base.config.to_dict()).stacked_layers
+                start = start.model_copy(update={"num_layers": depth})
+            adapter = open_adapter(write_adapter(compose(start), scratch / "composition"))
         else:
-            adapter = open_adapter(start.adapter if isinstance(start, ChainStart) else start)
+            adapter = open_adapter(start)
         _check_kind(adapter)
         _check_base(adapter, base)
+
         record = SourceRecord.of_adapter(adapter, sha256_of(adapter.file.path))
         if on_top:
             record = record.model_copy(update={"mode": "chain"})
@@ -96,29 +109,26 @@ def open_start(start: str | Composition | ChainStart, base: OpenedBase, model: A
         raise error.recast(parameter="start") from None
 
 
-def _write(composition: Composition, base: OpenedBase, folder: Path) -> Path:
-    """Write the composed adapter. The depth is that of the base to train on, which the experts may only name."""
-    if composition.base_model is None and composition.num_layers is None:
-        depth = ModelConfig(base.config.to_dict()).stacked_layers
-        composition = composition.model_copy(update={"num_layers": depth})
-    return write_adapter(compose(composition), folder)
-
-
 def _check_kind(adapter: Adapter) -> None:
     """Raise if the adapter holds something that training does not continue."""
-    problems, others = Problems(UnsupportedError), [*adapter.opaque.values()]
-    fused = [module for module in adapter.modules.values() if module.parameter]
-    if others:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    problems = Problems(UnsupportedError)
+
+    # Parts that are no LoRA of a module
+    opaque = list(adapter.opaque.values())
+    if opaque:
+        more = f" and {len(opaque) - 1} more" if len(opaque) > 1 else ""
         problems.add(
-            f"The start is {others[0].method} ({others[0].name}{more}), and training can only start from LoRA",
+            f"The start is {opaque[0].method} ({opaque[0].name}{more}), and training can only start from LoRA",
             MERGE_INSTEAD,
         )
     if adapter.saved:
         part = next(iter(adapter.saved.values()))
         problems.add(f"The start holds {part.name} {part.words}, and training can only start from LoRA", MERGE_INSTEAD)
+    fused = [module.name for module in adapter.modules.values() if module.parameter]
     if fused:
-        problems.add(f"The start adapts the parameter {fused[0].name}, and training adapts modules only", MERGE_INSTEAD)
+        problems.add(f"The start adapts the parameter {fused[0]}, and training adapts modules only", MERGE_INSTEAD)
+
+    # What else training would not keep
     if adapter.ties_factors:
         problems.add("The start ties the LoRA of an embedding to the head, which training does not", MERGE_INSTEAD)
     if adapter.kept_layers is not None:
@@ -133,9 +143,8 @@ def _check_kind(adapter: Adapter) -> None:
 def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     """Raise unless the start adapts the base to train on: by its weights if both are known, else by its name."""
     problems, config = Problems(ExpertError), adapter.config
-    check_base_weights(
-        {"the start": adapter.base_fingerprints}, base.source, {"the start": adapter.config.base_reference}
-    )
+    check_base_weights({"the start": adapter.base_fingerprints}, base.source, {"the start": config.base_reference})
+
     by_weights = bool(adapter.base_fingerprints and base.source.identity)
     if config.base_model and not by_weights and Reference(config.base_model).public_name != base.source.name:
         problems.add(
@@ -143,6 +152,8 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
             "Train on the start's base. If both names mean the same weights, write the start again with `compose` and "
             f"`base_model={base.reference}`",
         )
+
+    # The start may name the commit, or the branch or tag that was asked for.
     requested = Reference(base.reference).hub_id
     revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
     if not by_weights and base.source.revision and (config.revision or "main") not in revisions:
@@ -151,7 +162,9 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
             f"on {base.source.revision}",
             f"Set `base_model: {base.source.name}@{config.revision or 'main'}`",
         )
-    if differing := token_clashes(base.source.folder, adapter.source.folder):
+
+    differing = token_clashes(base.source.folder, adapter.source.folder)
+    if differing:
         problems.add(
             f"The tokenizer beside the start is not the base's: {differing[0]}",
             "Train on a base with the start's tokenizer, or remove it from the start's folder if it is not in use",

@@ -139,15 +139,20 @@ def tokenize(
     long becomes several rows; each begins with the last token of the row before, so no token is lost.
     """
     counts = TokenCounts()
-    ids: list[NDArray[np.int32]] = []
-    masks: list[NDArray[np.bool_]] = []
+    ids: list[NDArray[np.int32]] = [np.zeros(0, np.int32)]
+    masks: list[NDArray[np.bool_]] = [np.zeros(0, bool)]
     examples = iter(examples)
-    while batch := list(islice(examples, _BATCH)):
+    while True:
+        batch = list(islice(examples, _BATCH))
+        if not batch:
+            break
         encode = _encoder(batch, tokenizer)
         for example in batch:
             row, mask, moved = _row(example, encode, tokenizer.eos_token_id)
             has_no_end = example.chat and bool(ends) and not _ends(row, mask, ends)
             counts.longest = max(counts.longest, len(row))
+
+            # Several rows of a plain text. Each begins with the token before it, from which its first is predicted.
             if split_long and len(row) > max_length and example.trained == ((0, len(example.text)),):
                 counts.split += 1
                 begins = range(0, len(row) - 1, max_length - 1)
@@ -157,6 +162,7 @@ def tokenize(
                 ids.extend(row[begin : begin + max_length] for begin in begins)
                 masks.extend(mask[begin : begin + max_length] for begin in begins)
                 continue
+
             if not mask[1:max_length].any():
                 counts.cut_off += 1
                 continue
@@ -165,31 +171,38 @@ def tokenize(
             counts.without_end.append(has_no_end)
             ids.append(row[:max_length])
             masks.append(mask[:max_length])
-    starts = np.concatenate([[0], np.cumsum([len(row) for row in ids])]).astype(np.int64)
-    return Tokens(
-        np.concatenate([np.zeros(0, np.int32), *ids]), np.concatenate([np.zeros(0, bool), *masks]), starts
-    ), counts
+
+    # The empty arrays at the beginning make the first of the sums of lengths 0.
+    starts = np.cumsum([len(row) for row in ids]).astype(np.int64)
+    return Tokens(np.concatenate(ids), np.concatenate(masks), starts), counts
 
 
 def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str], list[int]]:
     """(whether it is a chat, text) → ids, for each text and prefix of the batch, tokenised once."""
-    encoded: dict[tuple[bool, str], list[int]] = {}
+    # Each text, and what precedes the beginning and the end of what is trained on.
     texts: dict[tuple[bool, str], None] = {}
     for example in batch:
         texts[example.chat, example.text] = None
-        texts.update(((example.chat, example.text[:end]), None) for span in example.trained for end in span if end)
-    for adds_special in (True, False):
-        # A chat template writes the special tokens itself. A text that begins with the first of them has no need of it.
-        alike = [key for key in texts if adds_special != (key[0] or _begins(key[1], tokenizer.bos_token))]
-        if alike:
-            plain = [text for _, text in alike]
+        for begin, end in example.trained:
+            if begin:
+                texts[example.chat, example.text[:begin]] = None
+            texts[example.chat, example.text[:end]] = None
+
+    # A chat template writes the special tokens itself. A text that begins with the first of them has no need of it.
+    with_special, without = [], []
+    bos = tokenizer.bos_token
+    for is_chat, text in texts:
+        begins = bool(bos) and text.startswith(str(bos))
+        alike = without if is_chat or begins else with_special
+        alike.append((is_chat, text))
+
+    encoded: dict[tuple[bool, str], list[int]] = {}
+    for keys, adds_special in ((with_special, True), (without, False)):
+        if keys:
+            plain = [text for _, text in keys]
             result = tokenizer(plain, add_special_tokens=adds_special, return_attention_mask=False)
-            encoded.update(zip(alike, result["input_ids"], strict=True))
+            encoded.update(zip(keys, result["input_ids"], strict=True))
     return encoded
-
-
-def _begins(text: str, bos: str | None) -> bool:
-    return bool(bos) and text.startswith(str(bos))
 
 
 def _ends(ids: NDArray[np.int32], mask: NDArray[np.bool_], ends: Collection[int]) -> bool:
@@ -198,7 +211,9 @@ def _ends(ids: NDArray[np.int32], mask: NDArray[np.bool_], ends: Collection[int]
     if not len(trained):
         return True
     gaps = np.flatnonzero(np.diff(trained) > 1)
-    last = trained[gaps[-1] + 1 if len(gaps) else 0 :]
+    last = trained
+    if len(gaps):
+        last = trained[gaps[-1] + 1 :]
     return not frozenset(ends).isdisjoint(ids[last].tolist())
 
 
