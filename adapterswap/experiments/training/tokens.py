@@ -189,7 +189,8 @@ def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str],
             texts[example.chat, example.text[:end]] = None
 
     # A chat template writes the special tokens itself. A text that begins with the first of them has no need of it.
-    with_special, without = [], []
+    with_special: list[tuple[bool, str]] = []
+    without: list[tuple[bool, str]] = []
     bos = tokenizer.bos_token
     for is_chat, text in texts:
         begins = bool(bos) and text.startswith(str(bos))
