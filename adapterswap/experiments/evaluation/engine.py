@@ -174,23 +174,32 @@ class Engine(ABC):
             For each job its result, and the seconds spent on writing (`switch`) and on everything else since the result
             before (`evaluate`), which add up to the time that passed.
         """
-        waiting, window = deque(jobs), deque[_Flight]()
+        waiting = deque(jobs)
+        window: deque[_Flight] = deque()  # in flight, or waiting for an earlier one to land
         flying: dict[str, _Flight] = {}
         began, writing = time.perf_counter(), 0.0
         try:
             while waiting or window:
-                while _may_start(waiting, flying) and len(flying) < in_flight and len(window) < in_flight * _AHEAD:
+                # Start what may: full weights neither beside others, nor others beside them.
+                while waiting and len(flying) < in_flight and len(window) < in_flight * _AHEAD:
+                    if flying and (waiting[0].alone or any(flight.job.alone for flight in flying.values())):
+                        break
                     before = time.perf_counter()
-                    window.append(flight := self._start(waiting.popleft()))
+                    flight = self._start(waiting.popleft())
+                    window.append(flight)
                     flying[flight.job.key] = flight
                     writing += time.perf_counter() - before
-                if (first := window[0]).landed:
+
+                # Results are returned in the order of the jobs.
+                first = window[0]
+                if first.landed:
                     window.popleft()
                     result = first.job.exam.scores(first.answers, self.described)
                     now = time.perf_counter()
                     yield result, {"switch": writing, "evaluate": now - began - writing}
                     began, writing = now, 0.0
                     continue
+
                 for key, request, answer in self.answers():
                     flying[key].answers[request] = answer
                     if flying[key].landed:
@@ -211,7 +220,3 @@ class Engine(ABC):
     def _end(self, flight: _Flight) -> None:
         with flight.place:  # its folder goes last
             self.drop(flight.job.key)
-
-
-def _may_start(waiting: deque[Job], flying: Mapping[str, _Flight]) -> bool:
-    return bool(waiting) and not (flying and (waiting[0].alone or any(one.job.alone for one in flying.values())))

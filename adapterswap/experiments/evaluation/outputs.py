@@ -47,7 +47,10 @@ class OutputReader:
             lead, tokens = rest
 
         written = self._decode(tokens)
-        ends = [written.index(stop) for stop in stops if stop in written and self._has_special(stop)]
+        ends = []
+        for stop in stops:
+            if stop in written and any(token in stop for token in self._special):
+                ends.append(written.index(stop))
         if not ends:
             return lead + self._without_special(tokens)
         size = bisect_left(range(len(tokens) + 1), min(ends), key=lambda size: len(self._decode(tokens[:size])))
@@ -78,9 +81,6 @@ class OutputReader:
         end = written.rindex(self._think_end) + len(self._think_end)
         size = bisect_left(range(len(tokens) + 1), end, key=lambda size: len(self._decode(tokens[:size])))
         return self._decode(tokens[:size])[end:], tokens[size:]
-
-    def _has_special(self, text: str) -> bool:
-        return any(token in text for token in self._special)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

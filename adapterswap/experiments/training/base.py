@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.core import OpenedBase
-from adapterswap.experiments.training.recipe import Quantization, TrainingOptions, TrainRecipe
+from adapterswap.experiments.training.recipe import TrainingOptions, TrainRecipe
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, RunError, UnsupportedError
 from adapterswap.kit.files.text import read_json
@@ -57,12 +57,15 @@ def check_libraries(recipe: TrainRecipe) -> None:
                 "Run `pip install bitsandbytes`, or choose adamw_torch_fused",
                 parameter="training.optimizer",
             )
-    if options.kernels and not _has_kernels():
-        problems.add(
-            "training.kernels needs kernels, in a version that transformers supports",
-            "Run `pip install 'transformers[kernels]'`, or remove training.kernels",
-            parameter="training.kernels",
-        )
+    if options.kernels:
+        from transformers.utils import is_kernels_available
+
+        if not is_kernels_available():  # also of a version that it does not know
+            problems.add(
+                "training.kernels needs kernels, in a version that transformers supports",
+                "Run `pip install 'transformers[kernels]'`, or remove training.kernels",
+                parameter="training.kernels",
+            )
     package = _ATTENTION.get(options.attn_implementation)
     if package and find_spec(package) is None:
         problems.add(
@@ -96,13 +99,6 @@ def with_padding(base: OpenedBase) -> OpenedBase:
     return base
 
 
-def _has_kernels() -> bool:
-    """Whether transformers can use the package `kernels`; it refuses versions that it does not know."""
-    from transformers.utils import is_kernels_available
-
-    return bool(is_kernels_available())
-
-
 def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() == "true"
 
@@ -128,43 +124,37 @@ def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype:
     """
     options = recipe.training
     choices: dict[str, Any] = {}
-    if attention := _attention(options, device, dtype):
-        choices["attn_implementation"] = attention
+
+    # Which attention to request from transformers; without a request it chooses.
+    if options.attn_implementation != "auto":
+        choices["attn_implementation"] = options.attn_implementation
+    elif dtype == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None:
+        choices["attn_implementation"] = "flash_attention_2"
+    elif dtype == "bfloat16" and device == "cpu" and options.max_length <= _SHORT:
+        choices["attn_implementation"] = "eager"
     if options.kernels:
         choices["use_kernels"] = True
     if recipe.adapter.method == "none":
         return base.load_weights(dtype=options.weight_dtype, **choices)
     if recipe.quantization is None:
         return base.load_weights(dtype=dtype, **choices)
+
+    # Keep the base in 8 bits, or in 4, whose weights are computed with in `dtype`.
     from accelerate import PartialState
     from peft import prepare_model_for_kbit_training
-
-    choices |= {"quantization_config": _bits(recipe.quantization, dtype), "device_map": {"": PartialState().device}}
-    model = base.load_weights(dtype=dtype, **choices)
-    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=options.gradient_checkpointing)
-
-
-def _attention(options: TrainingOptions, device: str, dtype: str) -> str | None:
-    """The attention implementation to request from transformers; None leaves the choice to it."""
-    if options.attn_implementation != "auto":
-        return options.attn_implementation
-    if dtype == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None:
-        return "flash_attention_2"
-    return "eager" if dtype == "bfloat16" and device == "cpu" and options.max_length <= _SHORT else None
-
-
-def _bits(options: Quantization, dtype: str) -> Any:
-    """The quantization config for transformers; 4-bit weights are computed with in `dtype`."""
     from transformers import BitsAndBytesConfig
 
-    if options.bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=options.quant_type,
-        bnb_4bit_use_double_quant=options.double_quant,
-        bnb_4bit_compute_dtype=dtype,
-    )
+    bits = BitsAndBytesConfig(load_in_8bit=True)
+    if recipe.quantization.bits == 4:
+        bits = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=recipe.quantization.quant_type,
+            bnb_4bit_use_double_quant=recipe.quantization.double_quant,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    choices |= {"quantization_config": bits, "device_map": {"": PartialState().device}}
+    model = base.load_weights(dtype=dtype, **choices)
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=options.gradient_checkpointing)
 
 
 def bfloat16_speedup() -> float:

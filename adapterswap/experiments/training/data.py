@@ -209,7 +209,11 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
         if not local.is_file():
             files = []
             for name in names:
-                files += _matching(local, name)
+                path = local / expand(name)
+                matches: list[str] = []
+                if glob.has_magic(name) and not path.exists():  # such as `*.jsonl`
+                    matches = sorted(glob.glob(str(path), recursive=True))
+                files += map(Path, matches or [str(path)])
         counts.files = {file.name: sha256_of(file) for file in files if file.is_file()}
         return _attempt(source, lambda: _read(files, source))
 
@@ -233,15 +237,6 @@ def _load(source: DatasetSource, folder: Path, counts: SourceCounts) -> Any:
     if source.streaming:
         arguments["streaming"] = True
     return _attempt(source, lambda: datasets.load_dataset(source.path, split=source.split, **arguments))
-
-
-def _matching(folder: Path, name: str) -> list[Path]:
-    """A file of a folder, or all that a pattern such as `*.jsonl` matches, sorted."""
-    path = folder / expand(name)
-    if path.exists() or not glob.has_magic(name):
-        return [path]
-    matches = sorted(glob.glob(str(path), recursive=True))
-    return [Path(match) for match in matches] or [path]
 
 
 def _read(files: Sequence[Path], source: DatasetSource) -> Any:

@@ -109,19 +109,14 @@ def small_copy(model: Any, *, attention: str | None = None) -> Any | None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = type(model)._from_config(config, **options).float().eval()
-            _fill(small)
+
+            # Random weights that keep the size of what passes through them, so that each part counts.
+            with torch.no_grad():
+                for parameter in small.parameters():
+                    if parameter.dim() >= 2:
+                        parameter.normal_(0, parameter.shape[-1] ** -0.5)
+                    else:
+                        parameter.add_(torch.randn_like(parameter) * 0.1)
     except Exception:  # of any kind: the sizes do not fit together, or need a library that is not installed
         return None
     return small
-
-
-def _fill(model: Any) -> None:
-    """Fill a model with random weights that keep the size of what passes through them, so that each part counts."""
-    import torch
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -116,8 +116,11 @@ class _Targeted:
         adapted = {name: self.adaptable[name] for name in (*chosen, *started)}
         if start:
             ends = sorted({_last_part(name) for name in chosen})
-        ends = [end for end in ends if any(_is_named(name, [end]) for name in chosen)]
-        names, layers = self._targets_for_peft(adapted, sorted({*ends, *map(_last_part, started)}))
+        used_ends = []
+        for end in ends:
+            if any(_is_named(name, [end]) for name in chosen):
+                used_ends.append(end)
+        names, layers = self._targets_for_peft(adapted, sorted({*used_ends, *map(_last_part, started)}))
 
         shapes: dict[str, Shape] = {}
         rslora = options.rslora
@@ -136,7 +139,7 @@ class _Targeted:
 
         return TrainingTargets(
             names=names,
-            ends=ends,
+            ends=used_ends,
             modules=frozenset(chosen),
             parameters=parameters,
             layers=layers,
