@@ -142,7 +142,8 @@ def foreign_source(path: Any, *files: Any, known: bool = False) -> str | None:
             elsewhere is one that only the author of the file chose.
         known: whether the path is known to be on this machine.
     """
-    if (address := _foreign_address(files)) is not None:
+    address = _foreign_address(files)
+    if address is not None:
         return f"{shown(address)} is neither a file here nor on the Hub (hf://)"
     if known or path is None or (isinstance(path, str) and (path in READERS or _HUB_ID.fullmatch(path))):
         return None
@@ -155,10 +156,16 @@ def foreign_source(path: Any, *files: Any, known: bool = False) -> str | None:
 def _foreign_address(value: Any) -> str | None:
     """The first of the names of files in a text, list or mapping that may not be opened; None if all may."""
     if isinstance(value, Mapping | list | tuple):
-        inner = value.values() if isinstance(value, Mapping) else value
-        return next((address for item in inner if (address := _foreign_address(item)) is not None), None)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            address = _foreign_address(item)
+            if address is not None:
+                return address
+        return None
+
+    # `datasets` reads "::" as one protocol inside another.
     text = str(value)
-    return text if "::" in text or "://" in text.removeprefix(_HUB) else None
+    is_foreign = "::" in text or "://" in text.removeprefix(_HUB)
+    return text if is_foreign else None
 
 
 def foreign_in_task(content: Mapping[str, Any], function: type) -> Iterator[str]:
@@ -170,27 +177,35 @@ def foreign_in_task(content: Mapping[str, Any], function: type) -> Iterator[str]
         content: the content of the file.
         function: the class of values that name functions; these are refused elsewhere.
     """
+    # Keys, and those of the settings that are passed on
     known = {"generation_kwargs": GENERATION, "metadata": METADATA, "fewshot_config": SHOTS, "dataset_kwargs": READING}
     yield from _unlisted(content, TASK, "", function)
     for key, names in known.items():
         yield from _unlisted(content.get(key), names, f"{key}: ", function)
+
+    # Where the data come from
+    reason = foreign_source(content.get("dataset_path"))
+    if reason is not None:
+        yield f"dataset_path: {reason}"
     options = content.get("dataset_kwargs")
-    files = [options.get(key) for key in ("data_files", "data_dir")] if isinstance(options, Mapping) else []
-    for key, reason in (
-        ("dataset_path", foreign_source(content.get("dataset_path"))),
-        ("dataset_kwargs", foreign_source(None, *files)),
-    ):
+    if isinstance(options, Mapping):
+        reason = foreign_source(None, options.get("data_files"), options.get("data_dir"))
         if reason is not None:
-            yield f"{key}: {reason}"
+            yield f"dataset_kwargs: {reason}"
+
+    # How answers are scored and filtered
     for key in ("metric_list", "aggregate_metric_list"):
         for metric in _mappings(content.get(key)):
             yield from _unlisted(metric, METRIC, f"{key}: ", function)
-            yield from _foreign_metric(metric, function) if key == "metric_list" else ()
+            if key == "metric_list":
+                yield from _foreign_metric(metric, function)
     for pipeline in _mappings(content.get("filter_list")):
         for step in _mappings(pipeline.get("filter")):
             yield from _unlisted(step, FILTER, "filter_list: ", function)
-            if (name := step.get("function")) not in FILTERS and not isinstance(name, function):
+            name = step.get("function")
+            if name not in FILTERS and not isinstance(name, function):
                 yield f"filter_list: function: {name}"
+
     for member in _mappings(content.get("task")):
         yield from foreign_in_task(member, function)
 
@@ -203,7 +218,10 @@ def _unlisted(content: Any, names: Collection[str], where: str, function: type) 
 
 
 def _mappings(content: Any) -> list[Mapping[str, Any]]:
-    return [item for item in content if isinstance(item, Mapping)] if isinstance(content, list) else []
+    """The mappings in a list; none in anything else."""
+    if not isinstance(content, list):
+        return []
+    return [item for item in content if isinstance(item, Mapping)]
 
 
 def _foreign_metric(metric: Mapping[str, Any], function: type) -> Iterator[str]:
