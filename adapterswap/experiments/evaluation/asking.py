@@ -247,15 +247,16 @@ class Panel:
             elif plan is not None:
                 needed |= plan.adapters
                 answering[self.composition] = plan
+
             model = self.base.load_weights(dtype=dtype).to(target).eval()
             speaker = model
             if needed:
                 # PEFT cannot hold an adapter under every name that a composition may use.
                 safe = {name: name if ExpertName(name).fits_peft else _safe(name, needed) for name in needed}
-                speaker = LiveComposer.from_experts(model, {safe[name]: one for name, one in needed.items()})
-                answering = {
-                    name: safe.get(who, who) if isinstance(who, str) else who for name, who in answering.items()
-                }
+                speaker = LiveComposer.from_experts(model, {safe[name]: needed[name] for name in needed})
+                for name, subject in answering.items():
+                    if isinstance(subject, str):
+                        answering[name] = safe.get(subject, subject)
             yield Seated(self, speaker, {name: answering.get(name) for name in self.subjects})
 
 
@@ -295,13 +296,17 @@ class Seated:
         if isinstance(prompt, Mapping):
             prompts = {name: tuple(self._tokens(prompt[name])) for name in self._answering}
         else:
-            tokens = tuple(self._tokens(prompt))
-            prompts = dict.fromkeys(self._answering, tokens)
+            prompts = dict.fromkeys(self._answering, tuple(self._tokens(prompt)))
+
+        names_of: dict[tuple[int, ...], list[str]] = {}
+        for name, tokens in prompts.items():
+            names_of.setdefault(tokens, []).append(name)
+
         finished: dict[str, Answer] = {}
-        for tokens in dict.fromkeys(prompts.values()):
-            names = [name for name in prompts if prompts[name] == tokens]
+        for tokens, names in names_of.items():
             for answers in self._answers(names, tokens):
-                yield self._ordered({**finished, **answers})
+                so_far = {**finished, **answers}
+                yield {name: so_far[name] for name in self._answering if name in so_far}
             finished |= answers
 
     def _answers(self, names: Sequence[str], tokens: Sequence[int]) -> Iterator[Mapping[str, Answer]]:
@@ -319,53 +324,58 @@ class Seated:
             finished |= answers
 
     def _generated(self, names: Sequence[str], tokens: Sequence[int]) -> Iterator[Mapping[str, Answer]]:
+        """The answers of subjects with one prompt, in one batch."""
         settings = self.panel.settings
-        asked = [self._answering[name] for name in names]
-        for so_far in stream(
+        running = stream(
             self._speaker,
             self.panel.base.tokenizer,
             tokens,
-            asked,
+            [self._answering[name] for name in names],
             max_new_tokens=settings.max_new_tokens,
             sampling=settings.sampling,
             seed=settings.sampling_seed,
-        ):
-            rows = zip(so_far.texts, so_far.tokens, so_far.ended, strict=True)
-            yield {name: Answer(*row) for name, row in zip(names, rows, strict=True)}
-
-    def _ordered(self, answers: Mapping[str, Answer]) -> dict[str, Answer]:
-        return {name: answers[name] for name in self._answering if name in answers}
+        )
+        for so_far in running:
+            rows = zip(names, so_far.texts, so_far.tokens, so_far.ended, strict=True)
+            yield {name: Answer(text, number, ended) for name, text, number, ended in rows}
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt, rendered by the chat template unless there is none."""
         settings, tokenizer = self.panel.settings, self.panel.base.tokenizer
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         _check_messages(messages)
-        if not settings.has_template(tokenizer):
-            if len(messages) > 1:
-                raise ArgumentError(
-                    "A conversation needs a chat template, and these prompts have none",
-                    "Ask single prompts",
-                    parameter="prompts",
-                )
-            ids = tokenizer(messages[0]["content"])["input_ids"]
+        if settings.has_template(tokenizer):
+            # A chat template writes the special tokens itself.
+            ids = tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"]
+        elif len(messages) > 1:
+            raise ArgumentError(
+                "A conversation needs a chat template, and these prompts have none",
+                "Ask single prompts",
+                parameter="prompts",
+            )
         else:
-            from jinja2 import TemplateError
-
-            if settings.system_instruction is not None:
-                messages = [{"role": "system", "content": settings.system_instruction}, *messages]
-            variables = {} if settings.enable_thinking is None else {"enable_thinking": settings.enable_thinking}
-            try:
-                text = ChatTemplate(tokenizer, variables)(messages, add_generation_prompt=True)
-            except TemplateError as error:
-                raise ArgumentError(
-                    f"The chat template refuses the prompt: {error}",
-                    "Change the messages, or pass `plain=True` to ask without the template",
-                    parameter="prompts",
-                ) from None
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(messages[0]["content"])["input_ids"]
         Vocabulary(self.panel.base.config, tokenizer).check(ids)
         return list(ids)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """A conversation as text, by the chat template."""
+        from jinja2 import TemplateError
+
+        settings = self.panel.settings
+        if settings.system_instruction is not None:
+            messages = [{"role": "system", "content": settings.system_instruction}, *messages]
+        variables = {}
+        if settings.enable_thinking is not None:
+            variables["enable_thinking"] = settings.enable_thinking
+        try:
+            return ChatTemplate(self.panel.base.tokenizer, variables)(messages, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ArgumentError(
+                f"The chat template refuses the prompt: {error}",
+                "Change the messages, or pass `plain=True` to ask without the template",
+                parameter="prompts",
+            ) from None
 
 
 def _opened(
@@ -385,8 +395,10 @@ def _opened(
                 f"{composition} is a full checkpoint", "Pass it as `base_model`", parameter="composition"
             )
         adapters[ExpertName.choose(opened, {}, "adapter")] = opened
+
     for name, reference in experts.items():
-        if (fault := ExpertName(name).fault) is not None:
+        fault = ExpertName(name).fault
+        if fault is not None:
             raise ArgumentError(fault, "Choose another name", parameter="experts")
         if name in adapters:
             raise ArgumentError(f"There are two experts {name!r}", "Choose another name", parameter="experts")
@@ -398,7 +410,10 @@ def _check_live(base: Subject, adapters: Mapping[str, Adapter]) -> None:
     """Refuse adapters that cannot be switched on and off in a running model."""
     problems = Problems(UnsupportedError)
     for name, adapter in adapters.items():
-        if adapter.kept_layers is None and (reason := why_not_live(base.alone(adapter))) is not None:
+        if adapter.kept_layers is not None:  # a slice answers only within a composition
+            continue
+        reason = why_not_live(base.alone(adapter))
+        if reason is not None:
             problems.add(f"{name}: {reason}", _MERGE, parameter="experts")
     problems.raise_if_any()
 
@@ -409,11 +424,8 @@ def _chosen(only: Sequence[str], known: Sequence[str]) -> list[str]:
         raise ArgumentError("`only` is empty", f"Choose from {', '.join(known)}", parameter="only")
     for name in only:
         if name not in known:
-            raise ArgumentError(
-                f"Nothing here is called {name!r}",
-                did_you_mean(name, known, f"Choose from {', '.join(known)}"),
-                parameter="only",
-            )
+            remedy = did_you_mean(name, known, f"Choose from {', '.join(known)}")
+            raise ArgumentError(f"Nothing here is called {name!r}", remedy, parameter="only")
     return list(dict.fromkeys(only))
 
 
@@ -427,14 +439,15 @@ def _safe(name: str, taken: Mapping[str, Adapter]) -> str:
 
 def _check_messages(messages: Sequence[Any]) -> None:
     """Refuse what is no conversation, or one that does not end with a question."""
-    keys = ("role", "content")
     for message in messages:
-        if not isinstance(message, Mapping) or any(not isinstance(message.get(key), str) for key in keys):
+        is_mapping = isinstance(message, Mapping)
+        if not (is_mapping and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
             raise ArgumentError(
                 f"{message!r} is not a message",
                 "Write messages as {'role': 'user', 'content': 'text'}",
                 parameter="prompts",
             )
+
     if not messages or not messages[-1]["content"].strip():
         raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompts")
     if messages[-1]["role"] == "assistant":
