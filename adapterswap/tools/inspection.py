@@ -105,7 +105,8 @@ class Inspection:
 
         record = self.record
         owners = [(name, layer, kind, record.owner_of(name)) for name, layer, kind in self._places(record)]
-        return recorded_strip(owners, record.num_layers, record.experts).split("\n")
+        origins = {name: expert.origin.content() if expert.origin else {} for name, expert in record.experts.items()}
+        return recorded_strip(owners, record.num_layers, origins).split("\n")
 
     def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
         """The name, layer and kind of each recorded module; GGUF uses other names than the record."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,6 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         )
     output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
     pieces = record.output.get("pieces")
-    sources = _find_sources(record, experts)
-    adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
-    plan = make_plan(_recorded_composition(opened.source, record, base_model), adapters, recorded=True)
     try:
         form = Form(**output)
     except TypeError:
@@ -80,6 +78,9 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
             f"This version cannot read the record of {opened.source}", GgufAdapter.REMEDY, parameter="path"
         ) from None
     with scratch_folder("verify") as scratch:
+        sources = _find_sources(record, experts, scratch)
+        adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
+        plan = make_plan(_recorded_composition(opened.source, record, base_model), adapters, recorded=True)
         again = scratch / "again"
         write_gguf(PreparedGguf.of(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
         rewritten = GgufAdapter.open(again)
@@ -101,6 +102,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         records = {file.fields.get("adapterswap.record") for file in opened.files}
         return replace(
             found,
+            changed_sources={**found.changed_sources, **_changed_inner(record, experts)},
             differing=tuple(differing),
             config_differs=fields,
             config=_METADATA,
@@ -218,9 +220,15 @@ def _check_no_roles(path: str | Path, by_role: Mapping[str, Sequence[str | Path]
 
 def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]]) -> dict[str, str | Path]:
     """The paths that were passed by role, under the names that the record has for these experts."""
+    composition, sources = record.composition, record.experts
+    while "task" not in composition and len(sources) == 1:
+        [source] = sources.values()
+        if source.origin is None or not isinstance(getattr(source.origin, "composition", None), Mapping):
+            break
+        composition, sources = source.origin.composition, source.origin.experts  # of a composed expert
     named: dict[str, str | Path] = {}
     for parameter, paths in by_role.items():
-        names = record.composition.get(parameter.removesuffix("_expert")) or []
+        names = composition.get(parameter.removesuffix("_expert")) or []
         names = [names] if isinstance(names, str) else [name for name in names if name != BASE]
         if paths and len(paths) != len(names):
             raise ArgumentError(
@@ -241,13 +249,13 @@ def _verify_composed(
     base_model: str | None,
 ) -> Verification:
     """Write an adapter or full weights again, and compare them with those in the folder."""
-    opened = _find_sources(record, source_paths)
     is_model = record.kind == "model"
-    if is_model:
-        base_model = _base(record, base_model)
-        _check_precision(folder, record, base_model)
-    composition = _recorded_composition(folder, record, base_model)
     with scratch_folder("verify") as scratch:
+        opened = _find_sources(record, source_paths, scratch)
+        if is_model:
+            base_model = _base(record, base_model)
+            _check_precision(folder, record, base_model)
+        composition = _recorded_composition(folder, record, base_model)
         again = scratch / "again"
         try:
             if is_model:
@@ -257,11 +265,14 @@ def _verify_composed(
         except AdapterswapError as error:
             adapters = {name: source for name, source in record.experts.items() if WEIGHTS in source.sha256}
             changed, _ = _changed_files(adapters, source_paths, WEIGHTS)
+            changed |= _changed_inner(record, source_paths)
             if not changed:
                 raise
             reason = error.problems[0].message
             return Verification(changed, notes=(f"Not composed again, because another expert was passed: {reason}",))
-        return _compare(folder, content, record, opened, again, base_model)
+        verification = _compare(folder, content, record, opened, again, base_model)
+        changed = {**verification.changed_sources, **_changed_inner(record, source_paths)}
+        return replace(verification, changed_sources=changed)
 
 
 def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapping[str, str | Path]) -> Verification:
@@ -461,28 +472,105 @@ def _record(folder: Path, content: dict[str, Any]) -> CompositionRecord | Extrac
     raise ExpertError(f"This version of adapterswap cannot read {folder / PROVENANCE}", _REMEDY, parameter="path")
 
 
-def _find_sources(record: CompositionRecord, given: Mapping[str, str | Path]) -> dict[str, Expert]:
+def _find_sources(
+    record: CompositionRecord, source_paths: Mapping[str, str | Path], scratch: Path
+) -> dict[str, Expert]:
+    """The experts of a record, opened. One that was composed itself is composed again, in the folder `scratch`, if
+    those that it was composed of are passed instead."""
     problems = Problems(ArgumentError)
-    names = ", ".join(record.experts)
     action = "the model was merged" if record.kind == "model" else "the adapter was composed"
-    for name in given.keys() - record.experts.keys():
+    known = record.experts | _inner(record.experts)
+    for name in source_paths.keys() - known.keys():
         problems.add(
-            f"`experts` names {name!r}, but {action} of {names}", "Use one of these names", parameter="experts"
+            f"`experts` names {name!r}, but {action} of {', '.join(known)}",
+            "Use one of these names",
+            parameter="experts",
         )
-    opened = {}
+
+    opened: dict[str, Expert] = {}
     for name, source in record.experts.items():
-        reference = given.get(name) or source.reference
-        if reference is None:
-            problems.add(
-                f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
-                f"Pass `experts={{{name!r}: PATH}}`",
-                parameter="experts",
-            )
-            continue
         with problems.collect():
-            opened[name] = open_expert(reference) if record.kind == "model" else open_adapter(reference)
+            opened[name] = _find_source(name, source, source_paths, scratch, adapter=record.kind != "model")
     problems.raise_if_any()
     return opened
+
+
+def _inner(sources: Mapping[str, SourceRecord]) -> dict[str, SourceRecord]:
+    """The experts of composed experts, and their experts, by name."""
+    inner: dict[str, SourceRecord] = {}
+    for source in sources.values():
+        if source.origin is not None:
+            inner |= source.origin.experts | _inner(source.origin.experts)
+    return inner
+
+
+def _find_source(
+    name: str, source: SourceRecord, source_paths: Mapping[str, str | Path], scratch: Path, *, adapter: bool
+) -> Expert:
+    """Open an expert from its path or, at its recorded commit, from the Hub; or compose it again."""
+    reference = source_paths.get(name) or source.reference
+    if reference is not None:
+        return open_adapter(reference) if adapter else open_expert(reference)
+
+    inner = _inner({name: source})
+    if source_paths.keys() & inner.keys():
+        return _composed_again(name, source, source_paths, scratch)
+    names = [f"`experts={{{each!r}: PATH}}`" for each in (name, *inner)]
+    raise ArgumentError(
+        f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
+        f"Pass {names[0]}" + (f", or what it was made of: {', '.join(names[1:])}" if inner else ""),
+        parameter="experts",
+    )
+
+
+def _composed_again(name: str, source: SourceRecord, source_paths: Mapping[str, str | Path], scratch: Path) -> Adapter:
+    """Write a composed expert again, from its own experts and what another record says of it."""
+    try:
+        assert source.origin is not None
+        record = CompositionRecord.model_validate({**source.origin.content(), "modules": {}})
+        form = Form(**record.output)
+    except (ValidationError, TypeError):
+        record = form = None
+    if record is None or form is None or record.kind == "model" or not record.output:
+        raise ArgumentError(
+            f"The record does not say how the expert {name!r} was composed",
+            f"Pass `experts={{{name!r}: PATH}}`",
+            parameter="experts",
+        )
+
+    opened = {}
+    for inner, its_source in record.experts.items():
+        expert = _find_source(inner, its_source, source_paths, scratch, adapter=True)
+        opened[inner] = replace(expert, source=_as_recorded(expert.source, its_source))
+
+    composition = _recorded_composition(Path(name), record, None)
+    if record.base_model is not None and len({expert.config.base_model for expert in opened.values()}) > 1:
+        declared = Reference(record.base_model).at(record.base_revision)
+        composition = composition.model_copy(update={"base_model": declared})
+    prepared = prepare(make_plan(composition, opened, recorded=True), form)
+    folder = Path(mkdtemp(dir=scratch)) / "composed"  # a record's names are no paths
+    prepared.write(folder, hashes={}, companions=bool(record.companions))
+
+    again = open_adapter(folder)
+    config = again.config
+    if record.base_model is not None and Reference(record.base_model).hub_id is None:
+        # It names the base by its path, which no record has; all else in it follows from what is compared.
+        config = replace(config, sha256=source.sha256.get(CONFIG, ""))
+    again = replace(again, config=config, base_fingerprints=source.base_fingerprints)
+    return replace(again, source=_as_recorded(again.source, source))
+
+
+def _as_recorded(found: Source, recorded: SourceRecord) -> Source:
+    """A source under its recorded name: a folder may have another one today."""
+    return found if found.revision else replace(found, name=recorded.source, revision=recorded.revision)
+
+
+def _changed_inner(record: CompositionRecord, source_paths: Mapping[str, str | Path]) -> dict[str, str]:
+    """The experts of composed experts that were passed and have changed, each with a file that differs."""
+    inner = _inner(record.experts)
+    passed = {name: inner[name] for name in source_paths if name in inner and name not in record.experts}
+    changed, _ = _changed_files(passed, source_paths, WEIGHTS)
+    return changed
 
 
 def _base(record: CompositionRecord, base_model: str | None) -> str | None:

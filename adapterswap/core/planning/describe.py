@@ -7,15 +7,16 @@ nothing depends on the colours.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Depth, Kind, ModuleName, NumLayers, Stack, format_layers
-from adapterswap.core.model.sources import Reference, same_base
+from adapterswap.core.model.sources import Records, Reference, same_base
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.slots import Slot, blend_text
-from adapterswap.kit.errors import and_more, printable
+from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.core.planning.slots import Slot, blend_text, mixture
+from adapterswap.kit.errors import AdapterswapError, and_more, printable
 
 _BLEND, _UNCHANGED, _NOTHING, _SEVERAL = "+", ".", " ", "*"
 _SHOWN = 8  # experts in a summary
@@ -36,7 +37,71 @@ class Mark:
     stack: Stack | None = None
 
 
-def marks(plan: Plan) -> list[Mark]:
+@dataclass(frozen=True)
+class Composed:
+    """An expert that was composed itself, as its own record says.
+
+    Where it is the only expert of a result, the strip shows its owners: its own name would say nothing.
+
+    Attributes:
+        name: the expert's.
+        rules: those by which it was composed; the first that matches decides.
+        experts: what it was composed of, in order.
+    """
+
+    name: str
+    rules: tuple[Rule, ...]
+    experts: tuple[str, ...]
+
+    @staticmethod
+    def of(records: Mapping[str, Mapping[str, Any]]) -> list[Composed]:
+        """The only expert, if it was composed; then the only expert that this one was composed of, and so on.
+
+        Args:
+            records: the content of each expert's own record, as plain data; empty where there is none. It is not
+                trusted: what cannot be read counts as not composed.
+        """
+        found: list[Composed] = []
+        while len(records) == 1:
+            [(name, content)] = records.items()
+            experts = content.get("experts")
+            if not isinstance(experts, Mapping) or not content.get("rules"):
+                break
+
+            try:
+                rules = tuple(Rule.read(rule) for rule in content["rules"])
+            except (AdapterswapError, TypeError):
+                break
+
+            found.append(Composed(name, rules, tuple(map(str, experts))))
+            records = {}
+            for inner, source in experts.items():
+                origin = source.get("origin") if isinstance(source, Mapping) else None
+                records[str(inner)] = origin if isinstance(origin, Mapping) else {}
+        return found
+
+    def within(self, mark: Mark, name: str) -> Mark:
+        """The mark with the owner or the blend that this expert has there; `name` is the module's or tensor's."""
+        rule = next((rule for rule in self.rules if rule.matches(name, mark.layer, mark.kind)), None)
+        if rule is None or mark.owner != self.name:
+            return mark
+        blend = "" if rule.expert else mixture(rule, rule.side_weights(), rule.method)
+        return replace(mark, owner=rule.expert, blend=blend)
+
+
+def picture(plan: Plan) -> Picture:
+    """The strip of a plan."""
+    composed = Composed.of({name: Records(expert.source.folder).provenance() for name, expert in plan.experts.items()})
+    return draw(_marks(plan, composed), plan.depth, _named(plan.experts, composed))
+
+
+def _named(experts: Iterable[str], composed: Sequence[Composed]) -> list[str]:
+    """The experts that a strip may show, in their order: those that an only expert was composed of come first."""
+    inner = [name for expert in reversed(composed) for name in expert.experts]
+    return list(dict.fromkeys([*inner, *experts]))
+
+
+def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
     """A mark for each module in a layer.
 
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
@@ -49,7 +114,10 @@ def marks(plan: Plan) -> list[Mark]:
         hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
         if slot.layer is not None and not hidden:
             owner = slot.owner_label
-            result.append(Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, place[0]))
+            mark = Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, place[0])
+            for expert in composed:
+                mark = expert.within(mark, slot.matched_name)
+            result.append(mark)
     return result
 
 
@@ -150,7 +218,7 @@ def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Pictu
 def recorded_strip(
     owners: Collection[tuple[str, int | None, Kind, str | Mapping[str, float] | None]],
     num_layers: NumLayers,
-    experts: Collection[str],
+    experts: Mapping[str, Mapping[str, Any]],
 ) -> str:
     """The strip of a result, from what its record says of its modules; see `Plan.strip`.
 
@@ -158,17 +226,24 @@ def recorded_strip(
         owners: the name, layer and kind of each module, and its owner or each expert's coefficient; None for a module
             that the record does not name. `base` is left out if others of the same kind and layer were changed.
         num_layers: the base's number of layers, or that of each of its stacks.
-        experts: the experts in their order.
+        experts: the experts in their order, each with the content of its own record; see `Composed.of`.
     """
-    drawn, depth = [], Depth(num_layers)
+    composed, depth = Composed.of(experts), Depth(num_layers)
+    drawn = []
     for name, layer, kind, owner in owners:
         stack = depth.stack_of(name)
-        if layer is not None and layer < depth.of(stack) and owner is not None:
-            alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
-            drawn.append(Mark(layer, kind, alone, blend, stack))
+        if layer is None or layer >= depth.of(stack) or owner is None:
+            continue
+
+        alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
+        mark = Mark(layer, kind, alone, blend, stack)
+        for expert in composed:
+            mark = expert.within(mark, name)
+        drawn.append(mark)
+
     changed = {(mark.stack, mark.layer, mark.kind) for mark in drawn if mark.owner != BASE}
     drawn = [mark for mark in drawn if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
-    return draw(drawn, depth, experts).text
+    return draw(drawn, depth, _named(experts, composed)).text
 
 
 def unusual(plan: Plan) -> list[str]:

@@ -86,9 +86,9 @@ class Plan:
     @property
     def picture(self) -> Picture:
         """The strip as data."""
-        from adapterswap.core.planning.describe import draw, marks
+        from adapterswap.core.planning.describe import picture
 
-        return draw(marks(self), self.depth, tuple(self.experts))
+        return picture(self)
 
     @property
     def zones_text(self) -> str | None:

@@ -304,13 +304,8 @@ class Slot(Terms):
 
     @property
     def blend(self) -> str:
-        """Its blend of sides as text, with its method and whether its weights depend on magnitudes."""
-        text, rule = blend_text(self.weights), self.rule
-        if rule is None:
-            return text
-        if self.method != "linear":
-            text = f"{self.method}({text}){_parameters_text(rule)}"
-        return f"{text}, weighted by magnitude" if rule.weights else text
+        """Its blend of sides as text; see `mixture`."""
+        return blend_text(self.weights) if self.rule is None else mixture(self.rule, self.weights, self.method)
 
     @property
     def label(self) -> str:
@@ -328,6 +323,14 @@ def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
 def blend_text(coefficients: Mapping[str, float]) -> str:
     """A blend as text: `0.5·math + 0.5·swahili`."""
     return " + ".join(f"{factor:.4g}·{name}" for name, factor in coefficients.items()) or BASE
+
+
+def mixture(rule: Rule, weights: Mapping[str, float], method: str) -> str:
+    """What a rule blends, as text, with the method and whether the weights depend on magnitudes."""
+    text = blend_text(weights)
+    if method != "linear":
+        text = f"{method}({text}){_parameters_text(rule)}"
+    return f"{text}, weighted by magnitude" if rule.weights else text
 
 
 def _parameters_text(rule: Rule) -> str:

@@ -137,6 +137,11 @@ class SourceRecord(_Written):
 class Origin(_Partial):
     """How an expert was made: the relevant keys of its own record. Only the fields that are shown are validated."""
 
+    KEYS: ClassVar = (
+        "kind", "num_layers", "base_model", "base_revision", "composition", "experts", "rules", "output", "companions",
+        "slice",
+    )  # of a composition: what it takes to show it, and to compose it again  # fmt: skip
+
     experts: dict[str, SourceRecord] = field(default={})
     slice: SliceRecord | None = None
     extraction: ExtractionOrigin | None = None
@@ -448,8 +453,7 @@ def origin_of(folder: Path) -> Origin | None:
         content = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
     else:
         recorded = record.content()
-        keys = ("num_layers", "composition", "experts", "rules", "slice")
-        content = _shortened({key: recorded[key] for key in keys if key in recorded}, _DEPTH - 1)
+        content = _shortened({key: recorded[key] for key in Origin.KEYS if key in recorded}, _DEPTH - 1)
     return Origin.model_validate(content)
 
 
