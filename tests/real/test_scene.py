@@ -14,6 +14,7 @@ from refusals import refused
 
 import adapterswap as asw
 from adapterswap.experiments.lab.french import FrenchPlan, write_task
+from adapterswap.experiments.lab.shown import find_models
 from adapterswap.experiments.lab.smollm2 import package_file, write_smollm2
 from adapterswap.experiments.lab.word_problems import EACH, draw_problems, questions_of, templates, training_rows
 from adapterswap.kit.errors import ArgumentError, NotFoundError, OutputError
@@ -129,6 +130,57 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
     shown = lab.problems[workspace.first_problem(composition)]
     (*_, last) = workspace.answers(shown.prompt("fr"), [composition], max_new_tokens=8, chat=workspace.is_chat)
     assert last.texts[0].strip() == shown.answer
+
+
+def test_a_run_can_be_moved(base: Path, tmp_path: Path) -> None:
+    """What a run has written does not name a place outside of it, and a copy reads its own files."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "base").symlink_to(base)
+    plan = FrenchPlan.of(tmp_path / "run", experts=EXAMPLE / "experts", each=1)
+    assert plan.write_inputs() == tmp_path / "run" / "sweep.yaml"
+    record = {"format": "adapterswap-lab-french/1", "experts": {name: f"experts/{name}" for name in EXPERTS}}
+    (tmp_path / "run" / "results.json").write_text(json.dumps(record), encoding="utf-8")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    for path in moved.rglob("*"):
+        if path.is_file() and path.suffix != ".safetensors" and path.parent.name != "base":
+            assert str(tmp_path) not in path.read_text(encoding="utf-8"), path
+            assert str(EXAMPLE) not in path.read_text(encoding="utf-8"), path
+
+    recipe = asw.SweepRecipe.read(moved / "sweep.yaml")
+    places = [recipe.base_model, *recipe.task_experts.values(), *recipe.language_experts.values()]
+    assert all(Path(str(place)).is_relative_to(moved) for place in [*places, recipe.settings.include_path])
+    models = find_models(moved)
+    assert models.experts == {name: str(moved / "experts" / name) for name in EXPERTS}
+    for name, folder in models.experts.items():
+        assert (
+            Path(folder, "adapter_model.safetensors").read_bytes()
+            == (EXPERTS[name] / "adapter_model.safetensors").read_bytes()
+        )
+
+    name = "word_problems_test_fr"
+    first, *others = (moved / "tasks" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    changed = json.loads(first) | {"question": "Combien font 2 et 2 ?"}
+    (moved / "tasks" / f"{name}.jsonl").write_text("\n".join([json.dumps(changed), *others]) + "\n", encoding="utf-8")
+    scores = asw.evaluate(str(base), tasks=[name], include_path=moved / "tasks", limit=1, device="cpu")
+    assert "Combien font 2 et 2 ?" in scores.samples[0].prompt
+
+    # Run again there, it is the same run; with other experts it is not.
+    FrenchPlan.of(moved, each=1).write_inputs()
+    with (moved / "experts" / "math" / "README.md").open("a", encoding="utf-8") as card:
+        card.write("changed")
+    with refused(OutputError, "out_path"):
+        FrenchPlan.of(moved, experts=EXAMPLE / "experts")
+
+
+@pytest.mark.full
+def test_a_moved_run_goes_on(tmp_path: Path) -> None:
+    """All of a small run; where it was moved to, nothing is evaluated again."""
+    first = FrenchPlan.of(tmp_path / "run", experts=EXAMPLE / "experts", each=1).run(device="cpu")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    cells = (moved / "sweep" / "cells.jsonl").read_bytes()
+    second = FrenchPlan.of(moved, experts=EXAMPLE / "experts", each=1).run(device="cpu")
+    assert (moved / "sweep" / "cells.jsonl").read_bytes() == cells
+    assert second.answers == first.answers
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ because its author may also have written the code.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import importlib.util
 import os
 import re
@@ -310,7 +311,7 @@ def _indexed(include_path: str | None, files: Stamps, names: frozenset[str]) -> 
     from lm_eval.tasks._index import TaskIndex
 
     if any(_PATTERN & set(name) for name in names):
-        return TaskManager(include_path=include_path)
+        return _with_data_beside(TaskManager(include_path=include_path), include_path)
     own_folder = Path(include_path) if include_path else None
     folders = [folder for folder in (harness_folder(), own_folder) if folder]
     all_files = TaskIndex._iter_yaml_files
@@ -338,8 +339,44 @@ def _indexed(include_path: str | None, files: Stamps, names: frozenset[str]) -> 
             if entry is None or entry.yaml_path is None:
                 more.add(name)
         if not more:
-            return manager
+            return _with_data_beside(manager, include_path)
         wanted |= more
+
+
+def _with_data_beside(manager: Any, include_path: str | None) -> Any:
+    """The manager, which looks up the data of the user's own tasks in the folder of the task file first.
+
+    The harness looks in the current folder only, so a folder of tasks and data could not be moved.
+    """
+    if include_path is None:
+        return manager
+    root, load = Path(include_path).resolve(), manager._factory._load_full_config
+
+    def load_beside(entry: Any, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        config: dict[str, Any] = load(entry, overrides)
+        options = config.get("dataset_kwargs")
+        if entry.yaml_path is None or not isinstance(options, dict):
+            return config
+
+        folder = Path(entry.yaml_path).resolve().parent
+        key = "data_dir" if options.get("data_dir") else "data_files"  # files are relative to data_dir
+        if options.get(key) and folder.is_relative_to(root):
+            config["dataset_kwargs"] = options | {key: _beside(folder, options[key])}
+        return config
+
+    manager._factory._load_full_config = load_beside
+    return manager
+
+
+def _beside(folder: Path, value: Any) -> Any:
+    """The paths and patterns in a value of `dataset_kwargs`: in the folder if there is such a file, else unchanged."""
+    if isinstance(value, dict):
+        return {key: _beside(folder, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_beside(folder, item) for item in value]
+    if isinstance(value, str) and glob.glob(str(folder / value), recursive=True):
+        return str(folder / value)
+    return value
 
 
 def _named_by(index: Mapping[str, Any], names: Iterable[str]) -> set[str]:

@@ -2,12 +2,17 @@
 
 A scene like any user's: a base, experts, a task and compositions, which a sweep evaluates and a report shows. The test
 problems are those of `word_problems`. The experts are trained by the recipes beside them, in examples/smollm2.
+
+A run has all that it needs in its folder, and its files name each other by relative paths, so it can be moved or
+copied.
 """
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +62,7 @@ SHOWN = ("base", "task expert", "language expert", "layer swap")
 """The families whose answers are shown side by side."""
 
 RECORD, _RECIPE = "results.json", "sweep.yaml"
+_BASE, _EXPERTS, _TASKS = "base", "experts", "tasks"  # folders of a run
 _SHOWN_PROBLEMS = 5
 
 
@@ -99,7 +105,9 @@ class FrenchPlan:
         """
         if package_file() is None:
             raise DependencyError(f"the model's package {PACKAGE} is not installed", f"Run `{INSTALL}`")
-        folder = find_experts() if experts is None else expand(experts)
+        target = expand(out_path)
+        own = target / _EXPERTS
+        folder = expand(experts) if experts is not None else find_experts() or (own if os.path.isdir(own) else None)
         if folder is None:
             raise NotFoundError(
                 "The scene's experts are in the repository, not in the installed package",
@@ -113,11 +121,17 @@ class FrenchPlan:
                     "Train it with the recipes of examples/smollm2",
                     parameter="experts",
                 )
-        target = expand(out_path)
         if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
             raise OutputError(
                 f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
             )
+        for name in EXPERTS:
+            if os.path.isdir(own / name) and not _same_files(folder / name, own / name):
+                raise OutputError(
+                    f"{target} is a run with another {name} expert than {folder / name}",
+                    "Choose another path",
+                    parameter="out_path",
+                )
         return FrenchPlan(target, {name: folder / name for name in EXPERTS}, each, overwrite)
 
     @staticmethod
@@ -159,13 +173,12 @@ class FrenchPlan:
 
         folder = self.out_path
         tell("base", 0.0)
-        base = write_smollm2(folder / "base")
+        base = write_smollm2(folder / _BASE)
         tell("composition", 0.0)
-        swap = layer_swap(self.experts["math"], self.experts["french"], bottom=BOTTOM, top=TOP, base_model=str(base))
+        recipe = self.write_inputs()
+        math, french = (folder / _EXPERTS / name for name in EXPERTS)
+        swap = layer_swap(math, french, bottom=BOTTOM, top=TOP, base_model=str(base))
         write_adapter(swap, folder / "math+french", overwrite=True)
-        tasks = write_task(folder / "tasks", "test", each=self.each)
-        recipe = folder / _RECIPE
-        recipe.write_text(json.dumps(sweep_recipe(base, self.experts, tasks), indent=2) + "\n", encoding="utf-8")
 
         def progress(news: SweepProgress) -> None:
             within = news.requests / news.requests_total if news.requests_total else 0.0
@@ -181,9 +194,19 @@ class FrenchPlan:
             overwrite=True,
         )
         result = read_result(run, self.problems)
-        places = {name: str(path.absolute()) for name, path in self.experts.items()}
-        write_json(folder / RECORD, {**result.to_json(), "experts": places})
+        write_json(folder / RECORD, {**result.to_json(), "experts": {name: f"{_EXPERTS}/{name}" for name in EXPERTS}})
         return result
+
+    def write_inputs(self) -> Path:
+        """Write what the sweep reads beside the base: the experts, the tasks and the recipe, whose path is returned."""
+        folder = self.out_path
+        for name, expert in self.experts.items():
+            _copy(expert, folder / _EXPERTS / name)
+        write_task(folder / _TASKS, "test", each=self.each)
+
+        recipe = folder / _RECIPE
+        recipe.write_text(json.dumps(sweep_recipe(), indent=2) + "\n", encoding="utf-8")
+        return recipe
 
 
 @dataclass(frozen=True)
@@ -268,16 +291,40 @@ def find_experts() -> Path | None:
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is empty or was written by this scene, finished or not."""
     names = {path.name for path in folder.iterdir()}
-    return names <= {"base", "tasks", _RECIPE, "sweep", "report", "math+french", RECORD}
+    return names <= {_BASE, _EXPERTS, _TASKS, _RECIPE, "sweep", "report", "math+french", RECORD}
 
 
-def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[str, Any]:
-    """The recipe of the sweep, for one pair of experts or several: names that begin with math are task experts."""
-    places = {name: str(path.absolute()) for name, path in experts.items()}
+def _files(expert: Path) -> list[str]:
+    """The names of an expert's files, without folders such as earlier checkpoints."""
+    return [path.name for path in expert.iterdir() if path.is_file()]
+
+
+def _same_files(one: Path, other: Path) -> bool:
+    """Whether all files of one expert are in the other's folder, byte for byte."""
+    names = _files(one)
+    same, _, _ = filecmp.cmpfiles(one, other, names, shallow=False)
+    return len(same) == len(names)
+
+
+def _copy(expert: Path, target: Path) -> None:
+    """Copy an expert into the run, unless it is there."""
+    if os.path.isdir(target):
+        return
+    building = target.with_name(f".{target.name}.tmp")  # so that a copy with this name is whole
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    for name in _files(expert):
+        shutil.copyfile(expert / name, building / name)
+    building.rename(target)
+
+
+def sweep_recipe() -> dict[str, Any]:
+    """The recipe of the sweep, with places in the run's folder."""
+    math, french = EXPERTS
     return {
-        "base_model": str(base.absolute()),
-        "task_experts": {name: place for name, place in places.items() if name.startswith("math")},
-        "language_experts": {name: place for name, place in places.items() if not name.startswith("math")},
+        "base_model": _BASE,
+        "task_experts": {math: f"{_EXPERTS}/{math}"},
+        "language_experts": {french: f"{_EXPERTS}/{french}"},
         "compositions": {
             "layer swap": {"bottom": BOTTOM, "top": TOP},
             "sum": {"method": "task_arithmetic"},
@@ -285,8 +332,8 @@ def sweep_recipe(base: Path, experts: Mapping[str, Path], tasks: Path) -> dict[s
             "inverse swap": {"rules": [f"base: 0-{BOTTOM - 1}", "language"]},
         },
         "baselines": ["base", "task", "language", "soup"],
-        "tasks": {name: [task_name("test", "fr")] for name in places if not name.startswith("math")},
-        "settings": {"include_path": str(tasks.absolute()), "batch_size": 128},
+        "tasks": {french: [task_name("test", "fr")]},
+        "settings": {"include_path": _TASKS, "batch_size": 128},
     }
 
 
@@ -301,13 +348,12 @@ def write_task(folder: Path, part: Part, *, each: int | None = None) -> Path:
     problems = draw_problems(part, each)
     for language in LANGUAGES:
         name = task_name(part, language)
-        data = folder.absolute() / f"{name}.jsonl"
         rows = (json.dumps(problem.as_row(language), ensure_ascii=False) + "\n" for problem in problems)
-        data.write_text("".join(rows), encoding="utf-8")
+        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
         task = {
             "task": name,
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"test": str(data)}},
+            "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},  # beside this file
             "test_split": "test",
             "output_type": "multiple_choice",
             "doc_to_text": "Question: {{question}}\nAnswer:",

@@ -134,10 +134,12 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
     try:
         content = json.loads(read_inside(place, record.name, limit=_MOST, kind=DataError) or b"")
         if content["format"] == FRENCH_FORMAT:
-            named = {name: str(content["experts"][name]) for name in EXPERTS}
-            if missing := [path for path in named.values() if not os.path.isdir(Path(path))]:  # nothing is downloaded
+            named = {name: str(place / str(content["experts"][name])) for name in EXPERTS}
+            if missing := [path for path in named.values() if not os.path.isdir(path)]:  # nothing is downloaded
                 raise NotFoundError(
-                    f"{missing[0]} is not a local folder", "Run `adapterswap lab` again", parameter="lab"
+                    f"{record} says that an expert is in {missing[0]}, which is not a local folder",
+                    f"Run `adapterswap lab --out-path {place}` again",
+                    parameter="lab",
                 )
             return LabModels(str(place / "base"), named, _french_problems)
         scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
