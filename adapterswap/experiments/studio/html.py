@@ -302,11 +302,15 @@ def score_html(scores: Scores, others: Mapping[str, Scores], experts: Sequence[s
 
 _PAIRS = 3  # the most pairs of experts that are compared
 _NUMBERS = {
-    "cosine": "cosine of the two ΔW",
-    "written": "overlap of the subspaces written to",
-    "read": "overlap of the subspaces read from",
-    "sign_conflicts": "share of signs that differ",
+    "cosine": "cosine",
+    "written": "overlap, written",
+    "read": "overlap, read",
+    "sign_conflicts": "differing signs",
 }
+_WHAT = (
+    "In percent: the cosine of the two ΔW; the overlap of the subspaces that they write to, and of those that they read "
+    "from; the share of signs that differ."
+)
 
 
 def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -> str:
@@ -336,7 +340,7 @@ def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -
         shared = " Both started from the same A, so they read from similar subspaces."
         if pair.shared_start is None:
             shared = ""
-        parts.append(f"<h4>{text(pair.experts[0])} and {text(pair.experts[1])}</h4><p>In percent.{shared}</p>")
+        parts.append(f"<h4>{text(pair.experts[0])} and {text(pair.experts[1])}</h4><p>{_WHAT}{shared}</p>")
         parts.append(_table("", rows, num_layers, _GREY, percent=True))
     return f'<div class="measured">{"".join(parts)}</div>'
 
@@ -375,7 +379,8 @@ def _table(
             share = 100 * min(value / most, 1.0)
             fill = f"color-mix(in srgb,{colour} calc({share:.0f}% * var(--deepest)),transparent)"
             cells += f'<td><span style="background:{fill}">{shown}</span></td>'
-        body += f'<tr><th scope="row" title="{text(label)}">{text(label)}</th>{cells}</tr>'
+        breakable = text(label).replace(".", ".<wbr>")
+        body += f'<tr><th scope="row" title="{text(label)}">{breakable}</th>{cells}</tr>'
 
     caption = f"<caption>{text(name)}</caption>" if name else ""
     return f'<div class="scroll" tabindex="0"><table>{caption}<tr><th></th>{head}</tr>{body}</table></div>'

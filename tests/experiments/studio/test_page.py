@@ -314,6 +314,20 @@ def test_analyze_shows_analyze_and_suggest(visit: Visit, workspace: Workspace) -
     cell = page.locator("#measured table").first.locator("tr").nth(1).locator("td").nth(2).inner_text()
     table = analysis.tables[0]
     assert cell == f"{100 * table.cells[2, table.modules[0]]:.0f}"
+
+    # Every row of the comparison has a name of its own, all of which is shown; what does not fit fades at its edge.
+    names = page.locator("#measured table").last.locator("th[scope=row]")
+    assert len(set(names.all_inner_texts())) == names.count() == 4
+    assert all(name.evaluate("e => e.scrollWidth <= e.clientWidth") for name in names.all())
+    wide = page.locator("#measured .scroll").first
+    mask = "e => getComputedStyle(e).maskImage"
+    fits = wide.evaluate(mask)
+    wide.evaluate("e => { e.style.width = '150px' }")
+    page.wait_for_function("getComputedStyle(document.querySelector('#measured .scroll')).maskImage.includes('56px')")
+    wide.evaluate("e => { e.scrollLeft = e.scrollWidth }")
+    page.wait_for_function("!getComputedStyle(document.querySelector('#measured .scroll')).maskImage.includes('56px')")
+    assert "56px" not in fits
+
     page.locator("#suggest").click()
     page.locator("#suggested h4").wait_for()
     result = workspace.suggestion("math", "language").composition
