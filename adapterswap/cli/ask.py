@@ -72,7 +72,7 @@ def ask_command(
         temperature: Draw answers instead of taking the most likely tokens.
         top_p: With --temperature: draw from the most likely tokens that make up this share.
         sampling_seed: Seed of --temperature.
-        plain: Ask the text as it stands, without a chat template.
+        plain: Send the text unchanged, without a chat template.
         system_instruction: System message of every conversation.
         enable_thinking: Have the chat template turn reasoning on or off.  [default: as the template does]
         chat_template_from: Whose chat template prompts have: an expert's name or `base`.  [default: the experts' where

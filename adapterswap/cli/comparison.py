@@ -37,10 +37,13 @@ def verify_command(
     """Recompute an adapter or a model from its sources and compare.
 
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
-    sources: those from the Hub are found automatically; pass folders with --expert. The files of an extracted adapter
-    are compared by their SHA-256; with --expert full=PATH and --base-model, so is the error of every module's ΔW. So
-    are those of a converted adapter, if an SVD or a pickle was involved, and its source's; and those of an adapter that
-    was trained from another one (--expert start=PATH). Exits with 1 if anything differs.
+    sources: those from the Hub are found automatically; pass folders with --expert. If a source was composed itself, you
+    can pass what it was composed of instead. Exits with 1 if anything differs.
+
+    Three kinds of adapters are not made again: their files are compared by their SHA-256. Of an extracted adapter,
+    --expert full=PATH and --base-model also check the error of every module's ΔW. Of a converted one, if an SVD or a
+    pickle was involved, the source's files are compared too. Of an adapter that was trained from another one, so are
+    those of --expert start=PATH.
 
     If PATH has no record, as after another tool's merge, say what to compare it with: pass the --base-model, and the
     experts that should be in it. The answer says what it is, within the rounding of its dtype: which expert, how much
@@ -80,7 +83,7 @@ def verify_command(
     if verification.unchecked:
         options = " and ".join(_WHERE.get(name, f"--expert {name}=PATH") for name in verification.unchecked)
         names = " and ".join(verification.unchecked)
-        note(f"Not compared: {names} came from a folder, and its location is not recorded. Pass {options}.")
+        note(f"Not compared: {names}, because no record says which folder it was. Pass {options}.")
     if not verification.equal and isinstance(verification, Attribution):
         note(f"Error: {path} is not {verification.stated}.")
         sys.exit(1)

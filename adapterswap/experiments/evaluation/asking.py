@@ -493,7 +493,7 @@ def ask(
         temperature: 0 takes the most likely token each time; above it, tokens are drawn.
         top_p: draw from the most likely tokens whose probabilities add up to this.
         sampling_seed: of the draws; every subject draws from the same seed.
-        plain: ask the text as it stands. By default it is put into the chat template, if the tokenizer has one.
+        plain: send the text unchanged. By default it is put into the chat template, if the tokenizer has one.
         system_instruction: the system message of every conversation.
         enable_thinking: have the chat template turn reasoning on or off.
         chat_template_from: whose chat template prompts have: an expert's name, or `base`. By default as of the merged
