@@ -37,8 +37,8 @@ def verify_command(
     """Recompute an adapter or a model from its sources and compare.
 
     PATH is an adapter, a model or a GGUF file (or a folder of pieces) that adapterswap wrote. Its record names the
-    sources: those from the Hub are found automatically; pass folders with --expert. If a source was composed itself, you
-    can pass what it was composed of instead. Exits with 1 if anything differs.
+    sources: those from the Hub are found automatically; pass folders with --expert. If a source was composed itself,
+    you can pass what it was composed of instead. Exits with 1 if anything differs.
 
     Three kinds of adapters are not made again: their files are compared by their SHA-256. Of an extracted adapter,
     --expert full=PATH and --base-model also check the error of every module's ΔW. Of a converted one, if an SVD or a

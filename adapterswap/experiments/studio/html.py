@@ -308,8 +308,8 @@ _NUMBERS = {
     "sign_conflicts": "differing signs",
 }
 _WHAT = (
-    "In percent: the cosine of the two ΔW; the overlap of the subspaces that they write to, and of those that they read "
-    "from; the share of signs that differ."
+    "In percent: the cosine of the two ΔW; the overlap of the subspaces that they write to, and of those that they "
+    "read from; the share of signs that differ."
 )
 
 
