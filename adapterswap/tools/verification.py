@@ -223,9 +223,11 @@ def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]
     composition, sources = record.composition, record.experts
     while "task" not in composition and len(sources) == 1:
         [source] = sources.values()
-        if source.origin is None or not isinstance(getattr(source.origin, "composition", None), Mapping):
+        request = source.origin.content().get("composition") if source.origin else None
+        if source.origin is None or not isinstance(request, Mapping):
             break
-        composition, sources = source.origin.composition, source.origin.experts  # of a composed expert
+        composition, sources = dict(request), source.origin.experts  # of an expert that was composed itself
+
     named: dict[str, str | Path] = {}
     for parameter, paths in by_role.items():
         names = composition.get(parameter.removesuffix("_expert")) or []
@@ -525,22 +527,25 @@ def _find_source(
 
 def _composed_again(name: str, source: SourceRecord, source_paths: Mapping[str, str | Path], scratch: Path) -> Adapter:
     """Write a composed expert again, from its own experts and what another record says of it."""
+    assert source.origin is not None
+    unknown = ArgumentError(
+        f"The record does not say how the expert {name!r} was composed",
+        f"Pass `experts={{{name!r}: PATH}}`",
+        parameter="experts",
+    )
     try:
-        assert source.origin is not None
         record = CompositionRecord.model_validate({**source.origin.content(), "modules": {}})
         form = Form(**record.output)
     except (ValidationError, TypeError):
-        record = form = None
-    if record is None or form is None or record.kind == "model" or not record.output:
-        raise ArgumentError(
-            f"The record does not say how the expert {name!r} was composed",
-            f"Pass `experts={{{name!r}: PATH}}`",
-            parameter="experts",
-        )
+        raise unknown from None
+    if record.kind == "model" or not record.output:
+        raise unknown
 
-    opened = {}
+    opened: dict[str, Adapter] = {}
     for inner, its_source in record.experts.items():
         expert = _find_source(inner, its_source, source_paths, scratch, adapter=True)
+        if not isinstance(expert, Adapter):
+            raise unknown
         opened[inner] = replace(expert, source=_as_recorded(expert.source, its_source))
 
     composition = _recorded_composition(Path(name), record, None)

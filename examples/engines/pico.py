@@ -56,7 +56,7 @@ def main(folder: Path, documents: int) -> None:
     draw = random.Random(0)
     rows = [{"text": " ".join(draw.choices(WORDS, k=draw.randint(4, 12)))} for _ in range(documents)]
     (tasks / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {(tasks / 'words.jsonl').resolve()}}}}}"
+    data = "dataset_path: json\ndataset_kwargs: {data_files: {test: words.jsonl}}"
     for name, text in TASKS.items():
         shared = f'task: {name}\n{data}\ntest_split: test\nnum_fewshot: 0\ndoc_to_text: "{{{{text}}}}"\n'
         (tasks / f"{name}.yaml").write_text(shared + text + "\n", encoding="utf-8")

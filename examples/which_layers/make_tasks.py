@@ -17,7 +17,7 @@ from adapterswap.experiments.lab.scenes import SCENES, draw_problems
 TASK = """\
 task: lab_{language}
 dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
+dataset_kwargs: {{data_files: {{test: {language}.jsonl}}}}
 test_split: test
 output_type: loglikelihood
 doc_to_text: "{{{{prompt}}}}"
@@ -37,7 +37,7 @@ def make_tasks(folder: Path, problems: int = 100, scene: str = "gap") -> None:
         file = folder / f"{language}.jsonl"
         rows = ({"prompt": problem.prompt(language), "answer": problem.answer} for problem in drawn)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        (folder / f"{language}.yaml").write_text(TASK.format(language=language, file=file.resolve()), encoding="utf-8")
+        (folder / f"{language}.yaml").write_text(TASK.format(language=language), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import yaml
 
 from adapterswap.experiments.chat import bounded
 from adapterswap.experiments.evaluation.settings import files_in
-from adapterswap.experiments.permitted import foreign_in_task, uncounted
+from adapterswap.experiments.permitted import READERS, foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -361,11 +361,27 @@ def _with_data_beside(manager: Any, include_path: str | None) -> Any:
         folder = Path(entry.yaml_path).resolve().parent
         key = "data_dir" if options.get("data_dir") else "data_files"  # files are relative to data_dir
         if options.get(key) and folder.is_relative_to(root):
-            config["dataset_kwargs"] = options | {key: _beside(folder, options[key])}
+            found = _beside(folder, options[key])
+            config["dataset_kwargs"] = options | {key: found}
+            if config.get("dataset_path") in READERS:
+                _check_files(found, entry.yaml_path)
         return config
 
     manager._factory._load_full_config = load_beside
     return manager
+
+
+def _check_files(value: Any, task_file: Path) -> None:
+    """Refuse paths of data in `dataset_kwargs` that do not exist: the harness would look for them on the Hub."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            _check_files(item, task_file)
+    elif isinstance(value, str) and "://" not in value and not glob.glob(os.path.expanduser(value), recursive=True):
+        raise DataError(
+            f"{task_file} names the data {value}, which does not exist",
+            "Correct the path: it is looked up beside the task file, then in the current folder",
+            parameter="tasks",
+        )
 
 
 def _beside(folder: Path, value: Any) -> Any:

@@ -11,7 +11,10 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+from refusals import refused
+
 from adapterswap.experiments.evaluation.stock_tasks import load_stock
+from adapterswap.kit.errors import DataError
 
 
 def write_tasks(folder: Path, question: str, **options: Any) -> Path:
@@ -60,3 +63,6 @@ def test_other_places_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "of_the_folder.jsonl").write_text('{"question": "Is it here?"}\n')
     assert question_of(current) == "Is it here?"
+    lost = write_tasks(tmp_path / "lost", "Nor this", data_files={"test": str(tmp_path / "gone.jsonl")})
+    with refused(DataError, "tasks"):
+        question_of(lost)
