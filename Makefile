@@ -37,7 +37,7 @@ endif
 test: $(STAMP)  ## lint, types and everything a change can break, sampled where rows repeat each other
 	$(MAKE) --jobs 2 lint suite
 
-# Where the model's package cannot be had, the tests on a real model are skipped.
+# Where the model's package cannot be installed, the tests on a real model are skipped.
 suite: $(STAMP)
 	-$(MAKE) $(MODEL)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

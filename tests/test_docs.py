@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,14 @@ def test_the_install_lines_follow_one_setting() -> None:
         pages_with_commands += bool(commands["."])
 
     assert pages_with_commands > 10
+
+
+def test_the_page_on_installing_has_the_oldest_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (row,) = re.findall(r"^\| `models` \|.*", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    needed = dict(requirement.split(">=") for requirement in project["optional-dependencies"]["models"])
+    stated = {name.lower(): oldest for name, oldest in re.findall(r"(\w+) \(([\d.]+)", row)}
+    assert stated == needed
 
 
 def _sources_of(text: str) -> set[str]:
