@@ -30,7 +30,7 @@ import yaml
 
 from adapterswap.experiments.chat import bounded
 from adapterswap.experiments.evaluation.settings import files_in
-from adapterswap.experiments.permitted import READERS, foreign_in_task, uncounted
+from adapterswap.experiments.permitted import foreign_in_task, uncounted
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -363,12 +363,17 @@ def _with_data_beside(manager: Any, include_path: str | None) -> Any:
         if options.get(key) and folder.is_relative_to(root):
             found = _beside(folder, options[key])
             config["dataset_kwargs"] = options | {key: found}
-            if config.get("dataset_path") in READERS:
+            if _is_reader(config.get("dataset_path")):
                 _check_files(found, entry.yaml_path)
         return config
 
     manager._factory._load_full_config = load_beside
     return manager
+
+
+def _is_reader(path: Any) -> bool:
+    """Whether a `dataset_path` is one of the readers of `datasets`, such as json, whose files are on this machine."""
+    return str(path).isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{path}") is not None
 
 
 def _check_files(value: Any, task_file: Path) -> None:
