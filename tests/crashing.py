@@ -1,7 +1,7 @@
 """Run the command line in a child that is killed, or next to other writers. test_kill starts it as a separate program,
 so that it can fork: the library is imported once, and each child costs a few milliseconds.
 
-Usage: crashing.py every|random|survives|retired|rivals|exclusive|held '{"folder": …, "arguments": […]}'; prints JSON.
+Usage: crashing.py MODE '{"folder": …, "arguments": […]}', with one of the modes at the end of this file; prints JSON.
 """
 
 from __future__ import annotations
@@ -259,6 +259,20 @@ def faults(
     return outcomes
 
 
+def each_faults(
+    folder: Path, commands: dict[str, tuple[list[str], list[str]]], errors: list[int], strides: dict[str, int]
+) -> dict[str, list[dict[str, Any]]]:
+    """See `faults`, for several commands: by name."""
+    results = {}
+    for name, (first, arguments) in commands.items():
+        (folder / name).mkdir()
+        out = folder / name / "out"
+        assert compose([*first, str(out)]) == 0  # in this process, so that everything is imported
+        remove(out)
+        results[name] = faults(folder / name, [*first, str(out)], [*arguments, str(out)], errors, strides[name])
+    return results
+
+
 def held(folder: Path, arguments: list[str], step: int) -> None:
     """Compose in this process, and stop at a step until killed."""
     left = step
@@ -287,7 +301,7 @@ if __name__ == "__main__":
         import filelock  # noqa: F401
     modes: dict[str, Callable[..., Any]] = {
         "every": every, "random": at_random, "survives": survives, "retired": retired, "rivals": rivals,
-        "exclusive": exclusive, "faults": faults,
+        "exclusive": exclusive, "faults": faults, "each faults": each_faults,
     }  # fmt: skip
     sys.stdout = sys.__stdout__
     print(json.dumps(modes[what](**settings)), flush=True)

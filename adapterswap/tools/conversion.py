@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -237,22 +237,21 @@ def convert(
         prepared = prepare(plan, form if lora.kind == "LORA" else replace(form, max_rank=None, max_error=None))
         original = {file: sha256_of(source.folder / file) for file in (own_weights, CONFIG)}
 
+        modules: list[ConvertedModule] = []
+
         def amend(record: CompositionRecord, written: Path) -> CompositionRecord:
+            # Errors are measured on the files before these take their place: if one is too large, no output appears.
+            modules.extend(_measured(opened, open_adapter(written), prepared.plan.slots, lora.approximated))
+            _check_errors(modules, max_error)
             return _amended(record, written, lora, original, form) if pickled or is_mlx or lora.is_made else record
 
-        # Errors are known only after the files are written, and mlx-lm's form is made of them.
-        trial = dry_run or max_error is not None or format == "mlx"
+        trial = dry_run or format == "mlx"  # mlx-lm's form is made of PEFT's
         target = place / "written" if trial else out_path
         written = prepared.write(target, overwrite=overwrite and not trial, amend=amend)
-        modules = _measured(opened, open_adapter(written), prepared.plan.slots, lora.approximated)
-        conversion = Conversion(expand(out_path), lora.kind, pickled, modules)
-        _check_errors(conversion, max_error)
         if format == "mlx" and not dry_run:
             with COMPOSED.folder(out_path, overwrite=overwrite, inputs=[adapter, base_model]) as out:
                 mlx.write_from_peft(written, open_adapter(written), out)
-        elif trial and not dry_run:
-            prepared.write(out_path, overwrite=overwrite, amend=amend)
-    return conversion
+    return Conversion(expand(out_path), lora.kind, pickled, tuple(modules))
 
 
 def _check_arguments(names: str | None, dtype: str | None, saved_rank: int | None, format: str) -> None:
@@ -543,9 +542,9 @@ def _error(difference: Difference) -> float:
     return difference.distance if difference.norms[0] and difference.distance > _RESOLUTION else 0.0
 
 
-def _check_errors(conversion: Conversion, max_error: float | None) -> None:
+def _check_errors(modules: Iterable[ConvertedModule], max_error: float | None) -> None:
     problems = Problems(UnsupportedError)
-    for module in conversion.modules:
+    for module in modules:
         if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
             problems.add(
                 f"The relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",

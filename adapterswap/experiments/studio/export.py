@@ -14,11 +14,12 @@ from adapterswap.core import Composition, ExpertName, compose, words_of, write_a
 from adapterswap.engines.gguf.export import export
 from adapterswap.experiments.studio.choice import FIELDS, by_rules
 from adapterswap.experiments.studio.workspace import Workspace
-from adapterswap.kit.files.folders import CARD
+from adapterswap.kit.files.folders import CARD, FileKind
 from adapterswap.kit.files.yaml import dump_yaml
 
 FILES = {"adapter": "adapter (.zip)", "gguf": "GGUF for llama.cpp and Ollama", "card": "model card"}
 _RECIPE = "composition.yaml"
+_ZIP = FileKind(b"PK")
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,12 @@ def file_name(composition: Composition) -> str:
 def write_file(
     workspace: Workspace, composition: Composition, kind: str, folder: Path, *, max_rank: int | None = None
 ) -> Path:
-    """Write one of `FILES` into an empty folder, and return its path."""
+    """Write one of `FILES` into an empty folder, and return its path.
+
+    Raises:
+        OutputError: the disk is full, or the file cannot be written for another reason.
+        AdapterswapError: as `compose`, `write_adapter` or `export`.
+    """
     composition = _for_commands(composition, workspace.num_layers)
     plan = compose(composition, {name: workspace.experts[name] for name in composition.expert_names})
     name = file_name(composition)
@@ -90,7 +96,7 @@ def write_file(
         return adapter / CARD
 
     path = folder / f"{name}.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with _ZIP.file(path) as building, zipfile.ZipFile(building, "w", zipfile.ZIP_STORED) as archive:
         for file in sorted(adapter.iterdir()):
             archive.write(file, f"{name}/{file.name}")
     return path

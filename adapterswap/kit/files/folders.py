@@ -20,7 +20,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -39,7 +39,11 @@ _YOUNG_S = 60  # a younger folder may not have been locked yet
 
 @contextmanager
 def scratch_folder(purpose: str) -> Iterator[Path]:
-    """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left."""
+    """A temporary folder `adapterswap-PURPOSE-…` inside the block. First removes those that killed processes left.
+
+    Raises:
+        OutputError: the folder for temporary files is full, or cannot be written for another reason.
+    """
     from filelock import FileLock, Timeout
 
     # Those of this user whose lock nobody holds
@@ -51,12 +55,19 @@ def scratch_folder(purpose: str) -> Iterator[Path]:
                 with FileLock(lock, timeout=0):
                     shutil.rmtree(lock.parent)
 
-    # Windows keeps files that are still mapped.
-    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True) as place:
-        folder = Path(place)
-        (folder / "files").mkdir()
-        with locks.locked(folder / _LOCK, locks.being_written(folder, "process")):
-            yield folder / "files"
+    with ExitStack() as stack:
+        try:
+            # Windows keeps files that are still mapped.
+            place = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-", ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(place))
+            (folder / "files").mkdir()
+            stack.enter_context(locks.locked(folder / _LOCK, locks.being_written(folder, "process")))
+        except OSError as error:
+            raise OutputError(
+                f"No temporary folder can be made in {tempfile.gettempdir()}: {_reason(error)}",
+                "Free some space there, or set the environment variable TMPDIR to another folder",
+            ) from error
+        yield folder / "files"
 
 
 CARD = "README.md"

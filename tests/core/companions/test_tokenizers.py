@@ -291,6 +291,16 @@ def test_settings_without_a_vocabulary_are_no_tokenizer_where_another_is(save: C
     assert CompanionPlan.decide({"math": math}, base, tokenizer="math").owner("tokenizer") == "math"
 
 
+@pytest.mark.parametrize(("score", "expected"), [(-2.0, ()), (-3.0, ("vocabulary",))])
+def test_a_vocabulary_with_scores(score: float, expected: tuple[str, ...], tmp_path: Path) -> None:
+    """Unigram models, as of T5 and Gemma's kin, store pairs of a token and its score."""
+    for name, last in (("one", -2.0), ("other", score)):
+        model = models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", last)], unk_id=0)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), unk_token="<unk>")
+        tokenizer.save_pretrained(tmp_path / name)
+    assert tokenizer_differences(tmp_path / "one", tmp_path / "other") == expected
+
+
 def put(folder: Path, place: str, text: str) -> None:
     """A chat template in one of the places of a folder."""
     folder.mkdir(exist_ok=True)

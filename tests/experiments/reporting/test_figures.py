@@ -192,8 +192,16 @@ def test_the_diagram_joins_what_does_not_differ(written: Written) -> None:
     for comparison in ranking.ranks.comparisons:
         assert comparison.nemenyi is not None
         assert (frozenset((comparison.one, comparison.other)) in joined) == (comparison.nemenyi >= 0.05)
-    texts = drawn_texts(each.draw(6.75))
-    for method, mean in ranking.ranks.mean_ranks.items():
+    figure = each.draw(6.75)
+    bars = [tuple(line.get_xdata()) for line in figure.axes[0].lines if line.get_linewidth() == 2.6]
+    means = ranking.ranks.mean_ranks
+    assert each.data["cliques"]
+    for clique, (low, high) in zip(each.data["cliques"], bars, strict=True):
+        assert low == pytest.approx(min(means[method] for method in clique), abs=0.1)
+        assert high == pytest.approx(max(means[method] for method in clique), abs=0.1)
+
+    texts = drawn_texts(figure)
+    for method, mean in means.items():
         assert f"{method} {mean:.2f}" in {text.replace("\n", " ") for text in texts}
 
 

@@ -22,6 +22,8 @@ from adapterswap.kit.errors import OutputError
 from adapterswap.kit.files import locks
 from adapterswap.kit.files.folders import FileKind, OutputKind
 
+from .writers import commands, make_inputs
+
 CRASHING = Path(__file__).parents[2] / "crashing.py"
 ERRORS = [errno.EIO, errno.ENOSPC, errno.ENOLCK, errno.EOPNOTSUPP, errno.ESTALE, errno.EBUSY, errno.EROFS]
 KIND = OutputKind(None, names=lambda: ["file"])
@@ -84,6 +86,33 @@ def test_each_call_of_a_merge_fails_once(
 
     results = outcomes(folder, [*command, "0"], [*command, "1"], stride=61)
     assert [result for result in results if not agrees(result)] == []
+
+
+# Some calls of the quick commands. `make test-all` has every call fail, also of the slow ones.
+STRIDES = {"slice": 17, "convert": 17, "export": 17, "pieces": 29, "suggest": 5, "recipes": 197}
+SLOW = ("extract", "analyze", "report")
+
+
+def test_each_call_of_other_commands_fails_once(
+    base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_inputs(tmp_path, base, expert)
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    strides = dict.fromkeys((*STRIDES, *SLOW), 1) if ALL else STRIDES
+    settings = {"folder": str(folder), "commands": commands(*strides), "errors": ERRORS, "strides": strides}
+    command = [sys.executable, str(CRASHING), "each faults", json.dumps(settings)]
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    by_command = json.loads(process.stdout.splitlines()[-1])
+
+    everything = []
+    for name, results in by_command.items():
+        assert [result for result in results if not agrees(result)] == [], name
+        assert len(results) > 4, name
+        everything += results
+    assert {result["state"] for result in everything} == {"old", "absent", "new"}
+    assert {result["call"].split()[0] for result in everything if result["call"]} >= {"io.open", "rename"}
 
 
 @pytest.fixture

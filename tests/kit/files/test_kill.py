@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from crafting import adapter, snapshot, tensors
-from safetensors.numpy import load_file, save_file
 from tiers import ALL
+
+from .writers import commands, make_inputs
 
 Crashing = Callable[..., dict[str, Any]]
 CRASHING = Path(__file__).parents[2] / "crashing.py"
@@ -106,47 +107,15 @@ def test_a_real_process_is_killed_while_it_writes(tmp_path: Path) -> None:
     assert not states[0]
 
 
-ZONES = ("-t", "math", "-l", "swahili", "--bottom", "1", "--top")
-# Two runs with different results; each is killed while it writes to the same path.
-WRITERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "slice": (("slice", "math", "--layers", "0-1"), ("slice", "math", "--layers", "2")),
-    "convert": (("convert", "math"), ("convert", "math", "--layout", "portable")),
-    "compose": (("compose", *ZONES, "0"), ("compose", *ZONES, "1", "--layout", "portable", "--max-rank", "1")),
-    "merge": (("merge", *ZONES, "0"), ("merge", *ZONES, "1", "--max-shard-size", "20KB")),
-    "extract": (("extract", "tuned", "--base-model", "base", "--rank", "1"),
-                ("extract", "tuned", "--base-model", "base", "--rank", "2")),
-    "export": (("export", *ZONES, "0"), ("export", *ZONES, "1")),
-    "pieces": (("export", "--pieces", *ZONES, "0"), ("export", "--pieces", "--by", "zone", *ZONES, "1")),
-    "analyze": (("analyze", "math", "swahili"), ("analyze", "swahili", "math")),
-    "suggest": (("suggest", "-t", "math", "-l", "swahili"), ("suggest", "-t", "swahili", "-l", "math")),
-    "suggest owners": (("suggest", "--expert", "a=math", "--expert", "b=swahili"),
-                       ("suggest", "--expert", "b=math", "--expert", "a=swahili")),
-    "recipes": (("recipes", "cp", "compose/llama-3.1-8b/swahili"),
-                ("recipes", "cp", "compose/llama-3.1-8b-instruct/swahili")),
-}  # fmt: skip
-
-
 def test_every_command_that_writes_survives_its_kills(
     base: Callable[[str], Path], expert: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Afterwards the next run succeeds, and leaves nothing but its output."""
-    shutil.copytree(base("llama"), tmp_path / "base")
-    for seed, name in enumerate(("math", "swahili"), 1):
-        shutil.copytree(expert(seed=seed, r=2, target_modules=["q_proj", "down_proj"]), tmp_path / name)
-        config = json.loads((tmp_path / name / "adapter_config.json").read_text())
-        config["base_model_name_or_path"] = str(tmp_path / "base")
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps(config))
-    shutil.copytree(tmp_path / "base", tmp_path / "tuned")
-    weights = load_file(tmp_path / "base" / "model.safetensors")
-    changed = {key: value + 0.1 * (value.ndim == 2) for key, value in weights.items()}
-    save_file(changed, tmp_path / "tuned" / "model.safetensors", metadata={"format": "pt"})
+    make_inputs(tmp_path, base, expert)
     folder = tmp_path / "outputs"
     folder.mkdir()
     kills = int(os.environ.get("KILLS", "3" if ALL else "2"))
-    commands = {
-        name: [words if name == "recipes" else (*words, "-o") for words in pair] for name, pair in WRITERS.items()
-    }
-    settings = {"folder": str(folder), "commands": commands, "kills": kills, "seed": 1}
+    settings = {"folder": str(folder), "commands": commands(), "kills": kills, "seed": 1}
     program = [sys.executable, str(CRASHING), "survives", json.dumps(settings)]
     process = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr

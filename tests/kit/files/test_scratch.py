@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from faults import failing
 
+from adapterswap.kit.errors import OutputError
 from adapterswap.kit.files.folders import scratch_folder
 
 HOLD = """
@@ -57,3 +61,25 @@ def test_only_the_folders_of_killed_processes_are_removed(tmp_path: Path, monkey
     assert (elsewhere / "adapterswap.lock").exists()
     alive.communicate("")
     assert {*tmp_path.iterdir()} == kept - {folder.parent, held}
+
+
+def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for number in range(1, 100):
+        outcome = failing(number, errno.ENOSPC, tmp_path, lambda: scratched(tmp_path))
+        assert outcome.code == 0, outcome
+        for leftover in tmp_path.iterdir():  # if the call that fails is to remove it
+            shutil.rmtree(leftover)
+        if not outcome.call:
+            break
+    assert 5 < number < 99
+
+
+def scratched(place: Path) -> int:
+    """0 if a folder can be made, or if the error names the place and how to use another."""
+    try:
+        with scratch_folder("test"):
+            return 0
+    except OutputError as error:
+        text = str(error)
+        return 0 if str(place) in text and "TMPDIR" in text and os.strerror(errno.ENOSPC).lower() in text else 1
