@@ -322,6 +322,17 @@ class Study:
             shares = ", ".join(f"{metric} {share(text):.3f}" for metric, text in marks.items())
             print(f"{cell.composition} on {cell.test} in {line['seconds']} s: {shares}", flush=True)
 
+    def keep(self, chosen: Mapping[str, float]) -> None:
+        """Add the scores of the whole test to results.json, from which the tables are made.
+
+        Args:
+            chosen: the settings that were chosen; empty as long as development problems are not scored.
+        """
+        if self.templates is None:
+            content = json.loads(RESULTS.read_text(encoding="utf-8"))
+            content["fifth"] = {"chosen": dict(chosen), "marks": self.results}
+            write_json(RESULTS, content)
+
 
 def moved_expert(name: str, out: Path) -> Path:
     """The control whose layers 0 to 7 stand in other places, written once."""
@@ -354,6 +365,7 @@ def score_pairs(options: argparse.Namespace) -> Study:
     # What the two questions ask of every pair comes before anything that is only described.
     for pair in range(options.pairs):
         study.run(pair, [cell for cell in question_cells(pair) if cell.test in wanted])
+        study.keep({})
 
     study.run(0, development_cells())
     complete = all(cell.test in study.results.get(cell.composition, {}) for cell in development_cells())
@@ -373,10 +385,7 @@ def score_pairs(options: argparse.Namespace) -> Study:
 
         study.run(pair, [cell for cell in cells if cell.test in wanted])
 
-    if options.templates is None:
-        content = json.loads(RESULTS.read_text(encoding="utf-8"))
-        content["fifth"] = {"chosen": chosen, "marks": study.results}
-        write_json(RESULTS, content)
+        study.keep(chosen)
 
     return study
 
