@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 140  # characters, without a terminal
+_PAPERS = 9  # the column of their mean
 _LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to drop on a narrow terminal
 
 
@@ -156,9 +157,11 @@ def _print(report: Report) -> None:
         note(f"Too wide for {width} characters: {', '.join(left_out)}; see tables.csv")
     ranks = report.ranking.ranks if report.ranking is not None else None
     if ranks is not None and ranks.p is not None:
-        over = f"Friedman over {ranks.settings} settings and {len(ranks.mean_ranks)} methods"
+        assert report.ranking is not None
+        kind = report.ranking.group if report.ranking.over_groups else "settings"
+        over = f"Friedman over {ranks.settings} {kind} and {len(ranks.mean_ranks)} methods"
         echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
-        if report.ranking is not None and report.ranking.single:
+        if report.ranking.single:
             note(
                 f"{', '.join(report.ranking.single)} compose nothing and raise χ², since they are far from the others; "
                 "use --methods compositions to leave them out"
@@ -192,6 +195,8 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
     for place in (2, 4):
         if not any(row.spread and row.spread.units > 1 for row in target.rows):
             columns[place] = []  # one unit has no minimum and maximum beside its mean
+    if not target.chosen:
+        columns[_PAPERS] = []  # nothing was selected, so it is the mean again
     left_out = []
     for place in _LEAST:
         if not columns[place]:
@@ -201,7 +206,10 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
         left_out.append(columns[place][0])
         columns[place] = []
     heads, *rows = zip(*filter(None, columns), strict=True)
-    return table(*heads, rows=rows, title=f"{report.labels.task(target.task)}, {target.report} documents"), left_out
+    documents = f"{target.report} documents"
+    if target.groups is not None:
+        documents += f" of {target.groups} {target.group}"
+    return table(*heads, rows=rows, title=f"{report.labels.task(target.task)}, {documents}"), left_out
 
 
 def _cells(row: MethodRow) -> list[str]:

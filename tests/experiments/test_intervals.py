@@ -108,9 +108,14 @@ def test_the_study_over_pairs_and_templates() -> None:
     assert ends(pairs) == pytest.approx(stats.t.interval(0.95, 4, both.mean, stats.sem(table.mean(1))))
 
 
-def test_crossed_experts_have_their_interactions() -> None:
-    """Against the expected mean squares of a balanced design, with their components estimated one by one."""
-    table = np.random.default_rng(5).normal(size=(3, 3, 20)) + np.arange(3)[:, None, None] + np.arange(20) / 5
+@pytest.mark.parametrize(("spread", "widest"), [(0.0, "all"), (1.0, "a")])
+def test_crossed_experts_have_their_interactions(spread: float, widest: str) -> None:
+    """Against the expected mean squares of a balanced design, with their components estimated one by one.
+
+    Where experts of one side differ much, the interval over them alone is wider than that over all.
+    """
+    experts = spread * np.arange(3)[:, None, None]
+    table = np.random.default_rng(5).normal(size=(3, 3, 20)) + experts + np.arange(20) / 5
     result = mean_interval(table.reshape(9, 20), CROSSED, names=SIDES)
     grand = table.mean()
     a, b, c = table.mean((1, 2)) - grand, table.mean((0, 2)) - grand, table.mean((0, 1)) - grand
@@ -126,7 +131,10 @@ def test_crossed_experts_have_their_interactions() -> None:
     parts = {name: (-1) ** (len(name) + 1) * total / n / 180 for name, (total, n) in squares.items()}
     variance = sum(parts.values())
     freedom = variance**2 / sum(part**2 / squares[name][1] for name, part in parts.items())
-    assert result.half == pytest.approx(stats.t.ppf(0.975, freedom) * variance**0.5)
+    halves = {name: stats.t.ppf(0.975, squares[name][1]) * parts[name] ** 0.5 for name in ("a", "b", "c")}
+    halves["all"] = stats.t.ppf(0.975, freedom) * variance**0.5
+    assert max(halves, key=lambda name: halves[name]) == widest
+    assert result.half == pytest.approx(halves[widest])
     assert (result.over, result.design) == ((*SIDES, "documents"), "crossed")
 
 
@@ -162,9 +170,9 @@ def test_over_two_factors_it_is_never_surer_than_over_one() -> None:
     for _ in range(50):
         table = generator.normal(size=(4, 10))
         both = mean_interval(table, [(str(i),) for i in range(4)])
-        variance = ((both.half or 0) / stats.t.ppf(0.975, both.freedom)) ** 2
-        alone = max(np.var(table.mean(axis), ddof=1) / len(table.mean(axis)) for axis in (0, 1))
-        assert variance >= alone * (1 - 1e-9)
+        for means in (table.mean(0), table.mean(1)):
+            alone = stats.t.ppf(0.975, len(means) - 1) * stats.sem(means)
+            assert (both.half or 0) >= alone * (1 - 1e-9)
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 50), (50, 50), (1, 50), (25, 50), (3, 4), (499, 500), (59, 100)])
@@ -266,6 +274,24 @@ def _crossed(generator: Generator) -> tuple[NDArray[np.float64], float, dict[str
     return values.reshape(9, 125), 0.0, {"units": CROSSED}
 
 
+def _three_pairs(generator: Generator) -> tuple[NDArray[np.float64], float, dict[str, Any]]:
+    values = generator.normal(0, 0.003**0.5, (3, 1)) + generator.normal(0, 0.0098**0.5, 30)
+    return values + generator.normal(0, 0.0159**0.5, (3, 30)), 0.0, {"units": PAIRED[:3]}
+
+
+def _one_side(generator: Generator) -> tuple[NDArray[np.float64], float, dict[str, Any]]:
+    """Experts of one side differ much, those of the other do not."""
+    values = generator.normal(0, 0.1, (3, 1, 1)) + generator.normal(0, 0.3, 60) + generator.normal(0, 0.3, (3, 3, 60))
+    return values.reshape(9, 60), 0.0, {"units": CROSSED}
+
+
+def _few_templates(generator: Generator) -> tuple[NDArray[np.float64], float, dict[str, Any]]:
+    """Differences that only one method has, on few of 60 templates."""
+    better = generator.random((60, 10)) < generator.beta(0.18, 8.82, 60)[:, None]
+    options = {"groups": np.repeat(np.arange(60), 10), "bounds": DIFFERENCE}
+    return better.reshape(1, 600).astype(float), 0.02, options
+
+
 def _edge(generator: Generator) -> tuple[NDArray[np.float64], float, dict[str, Any]]:
     share = generator.uniform(0, 0.1)
     return (generator.random((1, 80)) < share).astype(float), share, {"bounds": SHARE}
@@ -278,7 +304,19 @@ def _edge_difference(generator: Generator) -> tuple[NDArray[np.float64], float, 
 
 
 @pytest.mark.parametrize(
-    "draw", [_independent, _grouped, _grouped_difference, _paired, _crossed, _edge, _edge_difference]
+    "draw",
+    [
+        _independent,
+        _grouped,
+        _grouped_difference,
+        _paired,
+        _three_pairs,
+        _crossed,
+        _one_side,
+        _few_templates,
+        _edge,
+        _edge_difference,
+    ],
 )
 def test_it_contains_the_true_mean_in_95_of_100_experiments(draw: Draw) -> None:
     number = 2000 if ALL else 200

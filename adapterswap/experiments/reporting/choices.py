@@ -82,6 +82,15 @@ def groups_of(task: TaskInfo, documents: Sequence[int]) -> tuple[str, ...]:
     return tuple(task.groups[doc] for doc in documents) if task.groups else ()
 
 
+def group_name(task: TaskInfo) -> str | None:
+    """What the groups of a task's documents are called, in the plural; None without groups."""
+    if task.group is None:
+        return None
+    if task.group.endswith("y"):
+        return f"{task.group[:-1]}ies"
+    return f"{task.group.removesuffix('s')}s"
+
+
 def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | None:
     """A cell's primary score on the documents of a part: `select`, `report` or `all`.
 

@@ -205,12 +205,15 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
     if ranks is None or ranks.critical_difference is None or ranks.p is None:
         return None
     step = ranks.critical_difference
+    shared = "settings that share an expert or documents are not"
+    if report.ranking is not None and report.ranking.over_groups:
+        shared = f"all {report.ranking.group} share the same experts"
     caption = (
         f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
         f"{ranks.statistic:.2f}, {_p(ranks.p)}, Kendall's W = {ranks.agreement:.2f}). Methods joined by a line do not "
         f"differ at the 0.05 level by Nemenyi's test, which corrects for all pairs of methods: their mean ranks differ "
-        f"by no more than the critical difference (CD), {step:.2f}. A setting is a target task and one of the "
-        f"{report.units}. The tests assume independent settings; settings that share an expert or documents are not."
+        f"by no more than the critical difference (CD), {step:.2f}. {report.setting}. The tests assume independent "
+        f"settings; {shared}."
     )
     return caption, {
         "mean_ranks": dict(ranks.mean_ranks),

@@ -15,6 +15,7 @@ from adapterswap.experiments.reporting.choices import (
     Unit,
     as_trained,
     choices,
+    group_name,
     groups_of,
     has_split,
     matching,
@@ -332,15 +333,6 @@ def _over_draws(
         documents=group_name(task) or "documents",
         bounds=bounds,
     )
-
-
-def group_name(task: TaskInfo) -> str | None:
-    """What the groups of a task's documents are called, in the plural; None without groups."""
-    if task.group is None:
-        return None
-    if task.group.endswith("y"):
-        return f"{task.group[:-1]}ies"
-    return f"{task.group.removesuffix('s')}s"
 
 
 def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | None) -> ScoreDifference | None:

@@ -188,7 +188,10 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     default = ["mean", "max"]
     if len(targets) == 1:
         default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
-        default += [*["english", "languages"] * bool(targets[0].languages), "papers-mean", "papers-max"]
+        if targets[0].languages:
+            default += ["english", "languages"]
+        if targets[0].chosen:  # otherwise it is the mean again
+            default += ["papers-mean", "papers-max"]
     if not any(_has_several(row.spread) for each in targets for row in each.rows):
         default = [name for name in default if name not in ("n", "min", "max", "papers-max")]
     shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
@@ -369,7 +372,7 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
         parts.append(
             f"{_tex(report.why_no_wilcoxon)}."
             if report.why_no_wilcoxon
-            else "$p$: Wilcoxon's signed-rank test over the settings of all targets, corrected by Holm's method."
+            else f"$p$: Wilcoxon's signed-rank test over {_settings(report)}, corrected by Holm's method."
         )
     if "effect" in columns:
         parts.append("$r$: rank-biserial correlation of matched pairs.")
@@ -379,6 +382,12 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
         parts.append("Bold: best of a column; underlined: second.")
     parts += _by_target(report, targets, lambda target: "" if target.higher_is_better else "Lower is better.")
     return " ".join(part for part in parts if part)
+
+
+def _settings(report: Report) -> str:
+    if report.ranking is not None and report.ranking.over_groups:
+        return f"the {_tex(report.ranking.group or '')} of all targets"
+    return "the settings of all targets"
 
 
 def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from adapterswap.core import Composition
@@ -13,16 +13,22 @@ from adapterswap.experiments.reporting.choices import (
     as_trained,
     choices,
     full_units,
+    group_name,
+    groups_of,
     has_split,
     is_single,
     matching,
+    reported,
     rungs_of,
     score,
     table_choice,
 )
 from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
-from adapterswap.experiments.sweeps import Cell, Run, TaskInfo
+from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
 from adapterswap.kit.files.models import validate
+
+Setting = tuple[str, Unit]
+"""A target task and a unit."""
 
 _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 _NAMES = {"method", "task", "language", "chains"}
@@ -30,7 +36,11 @@ _NAMES = {"method", "task", "language", "chains"}
 
 @dataclass(frozen=True)
 class Ranking:
-    """Methods ranked over settings; a setting is a target task and a unit.
+    """Methods ranked over settings.
+
+    A setting is a target task and a unit. Documents of one group are one draw, and all units share the groups. So if
+    the targets have groups, a setting of a run with one unit is a group. With several units, both kinds of settings are
+    tested, and the kind over which methods differ less clearly is taken: the one with the larger p.
 
     Attributes:
         methods: the label of each family's row that was ranked.
@@ -38,8 +48,11 @@ class Ranking:
             compositions, which raises χ² however the compositions compare.
         excluded: the labels of families that were excluded on request.
         left_out: the labels of families that are in fewer than half of the settings.
-        dropped: the number of settings that a ranked family lacks.
+        dropped: the number of tasks and units that a ranked family lacks.
         ranks: the tests; the sign of scores is reversed if lower is better.
+        group: what the groups of documents are called, if all targets have them: `templates`.
+        over_groups: whether a setting is a group. Its score is the mean over its documents, units and tasks.
+        has_both: whether this is the kind with the larger p of two.
     """
 
     methods: tuple[str, ...]
@@ -48,6 +61,9 @@ class Ranking:
     left_out: tuple[str, ...]
     dropped: int
     ranks: Ranks
+    group: str | None = None
+    over_groups: bool = False
+    has_both: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,45 +128,137 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
 
     Wilcoxon's test compares them with the family `reference`, or every pair if `reference` is not among `methods`.
     """
-    table: dict[str, dict[tuple[str, Unit], float]] = {}
+    cells: dict[str, dict[Setting, list[CellResult]]] = {}
     kinds: dict[str, dict[str, None]] = {}  # by family, as tasks without scores of documents have no selection
     excluded: dict[str, None] = {}
     single: set[str] = set()
-    settings: list[tuple[str, Unit]] = []
+    settings: list[Setting] = []
     for task in targets:
         all_choices = _one_per_family(choices(run, task))
         excluded |= dict.fromkeys(choice.label for choice in all_choices if choice.family not in methods)
         included = [choice for choice in all_choices if choice.family in methods]
         units = full_units(dict.fromkeys(unit for choice in included for unit in choice.cells))
         settings += [(task.name, unit) for unit in units]
-        sign = 1 if task.higher_is_better else -1
+
         for choice in included:
             kinds.setdefault(choice.family, {})[choice.label] = None
             if all(is_single(result.cell) for result in choice.cells.values()):
                 single.add(choice.family)
             for unit in units:
-                mean = _mean_at(unit, choice, task)
-                if mean is not None:
-                    table.setdefault(choice.family, {})[task.name, unit] = sign * mean
+                scored = _scored_at(unit, choice, task)
+                if scored:
+                    cells.setdefault(choice.family, {})[task.name, unit] = scored
+
+    # Families that are in few settings are left out, and then the settings that one of the others lacks.
     labels = {family: " or ".join(names) for family, names in kinds.items()}
-    ranked = [family for family in labels if len(table.get(family, ())) * 2 >= len(settings)]
-    complete = [setting for setting in settings if all(setting in table[family] for family in ranked)]
-    trained: dict[tuple[str, Unit], list[list[float]]] = {}  # a mean over the checkpoints of a ladder is one setting
-    for setting, unit in zip(complete, as_trained([unit for _, unit in complete], run), strict=True):
-        trained.setdefault((setting[0], unit), []).append([table[family][setting] for family in ranked])
-    scores = [[sum(column) / len(rows) for column in zip(*rows, strict=True)] for rows in trained.values()]
-    ranks = rank(scores, [labels[family] for family in ranked], labels.get(reference))
+    ranked = [family for family in labels if len(cells.get(family, ())) * 2 >= len(settings)]
+    complete = [setting for setting in settings if all(setting in cells[family] for family in ranked)]
+
+    names = [labels[family] for family in ranked]
+    tables = _scores_of_units(complete, [cells[family] for family in ranked], run)
+    by_unit = rank(tables, names, labels.get(reference))
+    groups = _scores_of_groups(complete, [cells[family] for family in ranked], run)
+    by_group = rank(groups, names, labels.get(reference))
+
+    has_several = len({*as_trained([unit for _, unit in complete], run)}) > 1
+    has_both = has_several and by_unit is not None and by_group is not None
+    over_groups = by_group is not None
+    if has_both:
+        assert by_unit is not None
+        assert by_group is not None
+        over_groups = _overall_p(by_group) > _overall_p(by_unit)
+    ranks = by_group if over_groups else by_unit
     if ranks is None:
         return None
-    left_out = tuple(labels[family] for family in labels if family not in ranked)
-    ranked_labels = tuple(labels[family] for family in ranked)
-    alone = tuple(labels[family] for family in ranked if family in single)
-    return Ranking(ranked_labels, alone, tuple(excluded), left_out, len(settings) - len(complete), ranks)
+
+    group_names = dict.fromkeys(group_name(task) for task in targets)
+    return Ranking(
+        methods=tuple(names),
+        single=tuple(labels[family] for family in ranked if family in single),
+        excluded=tuple(excluded),
+        left_out=tuple(labels[family] for family in labels if family not in ranked),
+        dropped=len(settings) - len(complete),
+        ranks=ranks,
+        group=None if by_group is None else " and ".join(filter(None, group_names)),
+        over_groups=over_groups,
+        has_both=has_both,
+    )
+
+
+def _scores_of_units(
+    complete: Sequence[Setting], cells: Sequence[Mapping[Setting, list[CellResult]]], run: Run
+) -> list[list[float]]:
+    """Scores (settings, families) of tasks and units; higher is better.
+
+    Args:
+        cells: setting → cells, for each family.
+    """
+    trained: dict[Setting, list[list[float]]] = {}
+    for setting, unit in zip(complete, as_trained([unit for _, unit in complete], run), strict=True):
+        task = run.tasks[setting[0]]
+        scores = []
+        for of_family in cells:
+            values = [value for result in of_family[setting] if (value := score(result, task)) is not None]
+            scores.append(_signed_mean(values, task))
+        trained.setdefault((setting[0], unit), []).append(scores)
+
+    # A mean over the checkpoints of a ladder is one setting.
+    return [_mean_rows(rows) for rows in trained.values()]
+
+
+def _scores_of_groups(
+    complete: Sequence[Setting], cells: Sequence[Mapping[Setting, list[CellResult]]], run: Run
+) -> list[list[float]]:
+    """Scores (groups, families), means over documents, units and tasks; none unless all tasks have groups.
+
+    A group of the same name in several tasks is one: benchmarks in several languages are written from one template.
+    """
+    rows: dict[tuple[str | None, str], list[list[float]]] = {}
+    for setting in complete:
+        task = run.tasks[setting[0]]
+        if not task.groups:
+            return []
+        documents: dict[str, list[int]] = {}
+        for doc, group in zip(reported(task), groups_of(task, reported(task)), strict=True):
+            documents.setdefault(group, []).append(doc)
+
+        for group, doc_ids in documents.items():
+            scores = []
+            for of_family in cells:
+                means = [result.results[task.name].mean_over(tuple(doc_ids)) for result in of_family[setting]]
+                values = [mean for mean in means if mean is not None]
+                if values:
+                    scores.append(_signed_mean(values, task))
+            if len(scores) == len(cells):
+                rows.setdefault((task.group, group), []).append(scores)
+
+    return [_mean_rows(of_group) for of_group in rows.values()]
+
+
+def _signed_mean(values: Sequence[float], task: TaskInfo) -> float:
+    sign = 1 if task.higher_is_better else -1
+    return sign * (sum(values) / len(values))
+
+
+def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+
+
+def _overall_p(ranks: Ranks) -> float:
+    """Friedman's p, or of two methods Wilcoxon's; 1 if too few settings allow no test."""
+    p = ranks.comparisons[0].wilcoxon if len(ranks.mean_ranks) == 2 else ranks.p
+    return 1.0 if p is None else p
 
 
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
     families = dict.fromkeys(choice.family for choice in all_choices)
     return [choice for family in families if (choice := table_choice(all_choices, family)) is not None]
+
+
+def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
+    """A choice's cells that match `unit` and have a score."""
+    matched = [choice.cells[other] for _, _, other in matching([unit], choice.cells)]
+    return [result for result in matched if score(result, task) is not None]
 
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:

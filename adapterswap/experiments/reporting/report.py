@@ -431,6 +431,22 @@ class Report:
         return lines
 
     @property
+    def setting(self) -> str:
+        """What a setting of the ranks is, in sentences without the last full stop; empty without ranks."""
+        ranked = self.ranking
+        if ranked is None:
+            return ""
+        kinds = [self.units, ranked.group]
+        if not ranked.over_groups:
+            text = f"A setting is a target task and one of the {self.units}"
+        else:
+            text = f"A setting is one of the {ranked.group}; its score is the mean over its documents and {self.units}"
+            kinds.reverse()
+        if ranked.has_both:
+            text += f". It could be one of the {kinds[1]} too, over which the methods differ more clearly"
+        return text
+
+    @property
     def why_no_wilcoxon(self) -> str:
         """Why there is no p of Wilcoxon's test; empty if there is one, or if too few settings allow no test at all."""
         ranks = self.ranking.ranks if self.ranking is not None else None

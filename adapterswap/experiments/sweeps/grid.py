@@ -133,7 +133,8 @@ class Assignment:
 
     Attributes:
         cell: the cell.
-        documents: target task → the documents to evaluate on, the same number for each task; None for all documents.
+        documents: target task → the documents to evaluate on, the same number for each task unless they have groups,
+            which stay whole; None for all documents.
     """
 
     cell: Cell
@@ -141,7 +142,7 @@ class Assignment:
 
     @property
     def rung(self) -> int | None:
-        """The number of documents of each task; None for all."""
+        """The number of documents of the first task; None for all."""
         return None if self.documents is None else len(next(iter(self.documents.values())))
 
 

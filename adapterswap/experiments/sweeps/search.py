@@ -17,7 +17,7 @@ from typing import Any
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, Space, Trial
 from adapterswap.experiments.sweeps.prepared import PreparedSweep
 from adapterswap.experiments.sweeps.recipe import Search
-from adapterswap.experiments.sweeps.results import Findings
+from adapterswap.experiments.sweeps.results import Findings, TaskInfo
 from adapterswap.experiments.sweeps.summary import half_value, sign_of
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DataError
@@ -59,7 +59,7 @@ def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
 
 
 def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignment:
-    """A cell on a rung: the first documents to choose on, in a seeded order that tasks of one size share."""
+    """A cell on a rung, or on all documents."""
     if documents is None:
         return Assignment(cell)
     assert prepared.recipe.search is not None
@@ -67,9 +67,26 @@ def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignmen
     for name in cell.tasks:
         task = prepared.tasks[name]
         if task.role == "target":
-            order = Random(prepared.recipe.search.seed).sample(task.select, len(task.select))
-            documents_by_task[name] = tuple(sorted(order[:documents]))
+            documents_by_task[name] = first_documents(task, documents, prepared.recipe.search.seed)
     return Assignment(cell, documents_by_task)
+
+
+def first_documents(task: TaskInfo, number: int, seed: int) -> tuple[int, ...]:
+    """The first documents to choose on, at least `number`, in a seeded order that tasks of one size share.
+
+    Groups of documents stay together, as in the split: the group that reaches `number` is taken as a whole.
+    """
+    group_of = task.groups or range(task.num_docs)
+    members: dict[str | int, list[int]] = {}
+    for doc_id in task.select:
+        members.setdefault(group_of[doc_id], []).append(doc_id)
+
+    taken: list[int] = []
+    for group in Random(seed).sample(list(members), len(members)):
+        if len(taken) >= number:
+            break
+        taken += members[group]
+    return tuple(sorted(taken))
 
 
 def _searched(prepared: PreparedSweep) -> list[Space]:

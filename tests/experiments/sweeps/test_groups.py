@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from refusals import refused
 
 from adapterswap.experiments.sweeps import SweepRecipe, TaskInfo, prepare
+from adapterswap.experiments.sweeps.search import first_documents
 from adapterswap.kit.errors import FieldError
 
 Recipe = Callable[..., SweepRecipe]
@@ -65,3 +67,17 @@ def test_a_column_that_rows_lack_is_refused(recipe: Recipe, tmp_path: Path) -> N
         described(recipe, tmp_path, group={"own": "topics"})
     with refused(FieldError, "group", match="other"):
         described(recipe, tmp_path, group={"other": "topic"})
+
+
+def test_a_search_begins_with_whole_groups(recipe: Recipe, tmp_path: Path) -> None:
+    task = described(recipe, tmp_path, selection={"fraction": 0.75})
+    assert len(task.select) == 8  # of four templates
+    taken = [first_documents(task, number, seed=0) for number in (1, 2, 3, 5, 8)]
+    assert [len(documents) for documents in taken] == [2, 2, 4, 6, 8]
+    for smaller, larger in pairwise(taken):
+        assert {*smaller} <= {*larger} <= {*task.select}
+    for documents in taken:
+        templates = {ROWS[doc]["template"] for doc in documents}
+        assert documents == tuple(doc for doc in task.select if ROWS[doc]["template"] in templates)
+    each = {first_documents(task, 2, seed) for seed in range(30)}
+    assert sorted(doc for documents in each for doc in documents) == list(task.select)
