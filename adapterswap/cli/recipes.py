@@ -126,7 +126,6 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
     Examples:
         adapterswap recipes validate recipe.yaml
     """
-    from dataclasses import asdict
 
     from adapterswap.experiments.recipes import check_recipe
     from adapterswap.kit.errors import AdapterswapError
@@ -139,7 +138,7 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
         try:
             kind = check_recipe(find_recipe(file))
         except AdapterswapError as error:
-            problems = [asdict(problem) | {"kind": problem.kind.__name__} for problem in error.problems]
+            problems = [problem._asdict() | {"kind": problem.kind.__name__} for problem in error.problems]
             errors.append(error)
         checked.append({"path": file, "kind": kind, "problems": problems})
     if as_json:

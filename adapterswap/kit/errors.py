@@ -15,8 +15,8 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import NamedTuple
 
 _MOST = 20  # problems in one error
 _ALIKE = 3  # problems of one expert with one remedy
@@ -139,7 +139,7 @@ class AdapterswapError(Exception):
     def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
         """The same problems with another class or `parameter`, where only the caller knows the right one."""
         problems = [
-            replace(problem, kind=kind or problem.kind, parameter=parameter or problem.parameter)
+            problem._replace(kind=kind or problem.kind, parameter=parameter or problem.parameter)
             for problem in self.found
         ]
         return (kind or type(self))(problems, omitted=self.omitted)
@@ -153,14 +153,14 @@ class AdapterswapError(Exception):
             return text
 
         problems = [
-            replace(problem, message=named(problem.message), remedy=named(problem.remedy)) for problem in self.found
+            problem._replace(message=named(problem.message), remedy=named(problem.remedy)) for problem in self.found
         ]
         return type(self)(problems, omitted=self.omitted)
 
     def within(self, where: str) -> AdapterswapError:
         """The same error, with `where` (a file or a cell of a table) before each message."""
         return type(self)(
-            (replace(problem, message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
+            (problem._replace(message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
         )
 
 
@@ -208,8 +208,7 @@ class RunError(AdapterswapError):
     """A training run, a sweep or a server could not start, resume or continue."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One mistake.
 
     Attributes:

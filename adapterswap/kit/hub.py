@@ -5,19 +5,17 @@ The Hub's client, its transports and its storage raise different errors.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from adapterswap.kit.errors import reason_of
 
 _UNREACHABLE = "the Hub cannot be reached"
 _TRANSPORT = {"TransportError", "ConnectionError", "Timeout", "TimeoutError", "gaierror"}  # of several clients
 
 
-@dataclass(frozen=True)
 class HubFailure:
     """A failed request to the Hub, in a few words of ours: the Hub's client explains it at length."""
 
-    error: BaseException
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
     @property
     def reason(self) -> str:

@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
@@ -25,7 +24,6 @@ _PATIENCE = 0.5  # seconds between two checks of the store, at most
 _meetings = count(1)  # how often this process has met all others
 
 
-@dataclass(frozen=True)
 class TerminationHandler:
     """What this process does on SIGTERM; a process that a library forks from it ends at once, as by default.
 
@@ -33,7 +31,8 @@ class TerminationHandler:
     lm-evaluation-harness uses for standard errors, would wait for its end forever.
     """
 
-    act: Callable[[], object]
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
 
     def __call__(self, number: int, frame: object) -> None:
         self.act()

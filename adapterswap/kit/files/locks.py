@@ -12,7 +12,6 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,5 +105,5 @@ def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFi
         return soft_lock, marker
     except Timeout:
         reason = f"If no process is writing there, because its machine failed, remove {marker}"
-        problems = [replace(problem, remedy=f"{problem.remedy}. {reason}") for problem in busy.found]
+        problems = [problem._replace(remedy=f"{problem.remedy}. {reason}") for problem in busy.found]
         raise type(busy)(problems) from None
