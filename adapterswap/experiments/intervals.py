@@ -171,7 +171,7 @@ def mean_interval(
             return replace(result, reason=f"{number} {counted}, and an interval needs at least {MIN_LEVELS}")
 
     estimates = _variances(by_group, factors, mean)
-    variance, freedom = max(estimates, key=lambda estimate: _half(*estimate, level))
+    variance, freedom = max(estimates, key=lambda estimate: _half(estimate[0], estimate[1], level))
     independent = len(table) == 1 and not len(groups)
     ends = _ends(table, by_group, mean, variance, freedom, bounds, level, independent=independent)
     if ends is None:
@@ -321,7 +321,7 @@ def _half(variance: float, freedom: float, level: float) -> float:
     """Half of the width of Student's interval."""
     from scipy import stats
 
-    return float(stats.t.ppf((1 + level) / 2, freedom)) * variance**0.5
+    return float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance)
 
 
 def _ends(

@@ -42,19 +42,19 @@ class Choice:
 
     @property
     def label(self) -> str:
-        return {"default": f"{self.family}, default", "selected": f"{self.family}, selected"}.get(
-            self.kind, self.family
-        )
+        if self.kind in ("default", "selected"):
+            return f"{self.family}, {self.kind}"
+        return self.family
 
 
 def rungs_of(run: Run) -> dict[str, tuple[str, int]]:
     """Each expert that is a checkpoint of a ladder → the ladder and the step."""
-    return {
-        name: (ladder, int(step))
-        for name, described in run.described.get("experts", {}).items()
-        for ladder, _, step in [name.rpartition("-")]
-        if step.isdecimal() and described.get("source") == f"checkpoint-{step}"
-    }
+    rungs = {}
+    for name, described in run.described.get("experts", {}).items():
+        ladder, _, step = name.rpartition("-")
+        if step.isdecimal() and described.get("source") == f"checkpoint-{step}":
+            rungs[name] = ladder, int(step)
+    return rungs
 
 
 def as_trained(units: Iterable[Unit], run: Run) -> list[Unit]:
@@ -101,48 +101,60 @@ def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | N
         return None
     if not value.docs:
         return None if part == "select" else value.value
-    return value.mean_over({"select": task.select, "report": reported(task), "all": tuple(value.docs)}[part])
+    documents = {"select": task.select, "report": reported(task), "all": tuple(value.docs)}
+    return value.mean_over(documents[part])
 
 
 def choices(run: Run, task: TaskInfo) -> list[Choice]:
     """Every family's choices on a task, in the run's order of families."""
     finished = {result.cell.cell: result for result in run.results if score(result, task, "all") is not None}
-    families: dict[str, dict[Unit, list[Cell]]] = {}
+    requested: dict[str, dict[Unit, list[Cell]]] = {}
     for cell in run.cells:
         if task.name in cell.tasks:
-            families.setdefault(cell.family, {}).setdefault(cell.unit, []).append(cell)
+            requested.setdefault(cell.family, {}).setdefault(cell.unit, []).append(cell)
+
     all_choices = []
-    for family, units in families.items():
-        evaluated = {
-            unit: [finished[cell.cell] for cell in cells if cell.cell in finished] for unit, cells in units.items()
-        }
-        evaluated = {unit: cells for unit, cells in evaluated.items() if cells}
+    for family, units in requested.items():
+        evaluated: dict[Unit, list[CellResult]] = {}
+        for unit, cells in units.items():
+            results = [finished[cell.cell] for cell in cells if cell.cell in finished]
+            if results:
+                evaluated[unit] = results
         if not evaluated:
             continue
+
+        # One configuration of each unit leaves nothing to choose.
+        expected = len(units)
         if all(len(cells) == 1 for cells in units.values()):
-            only = {unit: cells[0] for unit, cells in evaluated.items()}
-            all_choices.append(Choice(family, "only", only, only, len(units)))
+            only = {unit: results[0] for unit, results in evaluated.items()}
+            all_choices.append(Choice(family, "only", only, only, expected))
             continue
+
         best = _best(evaluated, task, "all")
-        default = {unit: cell for unit, cells in evaluated.items() for cell in cells if cell.cell.default}
+        default: dict[Unit, CellResult] = {}
+        for unit, results in evaluated.items():
+            for result in results:
+                if result.cell.default:
+                    default[unit] = result
         if default:
-            all_choices.append(Choice(family, "default", default, default, len(units)))
+            all_choices.append(Choice(family, "default", default, default, expected))
         selected = _best(evaluated, task, "select") if has_split(task) else {}
         if selected:
-            all_choices.append(Choice(family, "selected", selected, best, len(units)))
+            all_choices.append(Choice(family, "selected", selected, best, expected))
         if not default and not selected:
-            all_choices.append(Choice(family, "none", {}, best, len(units)))
+            all_choices.append(Choice(family, "none", {}, best, expected))
     return all_choices
 
 
-def _best(units: Mapping[Unit, list[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
+def _best(units: Mapping[Unit, Sequence[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
     """Each unit's best cell on a part of the documents, see `best_of`; cells must be in the run's order."""
     sign = 1 if task.higher_is_better else -1
-    best = {
-        unit: best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
-        for unit, cells in units.items()
-    }
-    return {unit: cell for unit, cell in best.items() if cell is not None}
+    best = {}
+    for unit, cells in units.items():
+        cell = best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
+        if cell is not None:
+            best[unit] = cell
+    return best
 
 
 def table_choice(choices: list[Choice], family: str, kind: str = "selected") -> Choice | None:
@@ -155,9 +167,9 @@ def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Uni
     """(joint unit, its unit in `one`, its unit in `other`); a side without an expert matches every expert."""
     for left in one:
         for right in other:
-            sides = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-            if all(a == b for a, b in sides):
-                task, language, variant, others = (a or b for a, b in zip(left, right, strict=True))
+            sides = list(zip(left, right, strict=True))
+            if all(a == b or a is None or b is None for a, b in sides):
+                task, language, variant, others = (a or b for a, b in sides)
                 yield (task, language, variant, others), left, right
 
 
@@ -169,13 +181,17 @@ def paired(
     Returns:
         The units, the documents, and the differences (units, documents); without documents for corpus-level scores.
     """
-    pairs = [
-        (unit, one[a].results[task.name].docs, other[b].results[task.name].docs) for unit, a, b in matching(one, other)
-    ]
-    documents = [doc for doc in reported(task) if all(doc in a and doc in b for _, a, b in pairs)]
-    differences = [[a[doc] - b[doc] for doc in documents] for _, a, b in pairs]
-    units = [unit for unit, _, _ in pairs]
-    return units, documents, np.array(differences, float).reshape(len(pairs), len(documents))
+    units = []
+    pairs = []
+    for unit, a, b in matching(one, other):
+        units.append(unit)
+        pairs.append((one[a].results[task.name].docs, other[b].results[task.name].docs))
+
+    documents = [doc for doc in reported(task) if all(doc in own and doc in others for own, others in pairs)]
+    differences = np.zeros((len(pairs), len(documents)))
+    for row, (own, others) in enumerate(pairs):
+        differences[row] = [own[doc] - others[doc] for doc in documents]
+    return units, documents, differences
 
 
 COMPOSITIONS = "compositions"
@@ -200,6 +216,7 @@ def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     if methods is None:
         return tuple(families)
+
     single = {result.cell.family for result in run.results if is_single(result.cell)}
     wanted: set[str] = set()
     for name in methods:
@@ -228,35 +245,34 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     """
     if units is None:
         return run
+
     listed = full_units({result.cell.unit: None for result in run.results})
     selected: dict[Unit, None] = {}
     for name in units:
         matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
         if not matches:
-            texts = [unit_text(unit) for unit in listed]
-            parts = [part for unit in listed for part in unit if part is not None]
-            names = list(dict.fromkeys([*texts, *parts]))
-            remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
+            known = dict.fromkeys(unit_text(unit) for unit in listed)
+            for unit in listed:
+                known |= dict.fromkeys(part for part in unit if part is not None)
+            remedy = did_you_mean(name, list(known), f"Use some of: {', '.join(known)}")
             raise ArgumentError(f"The run has no finished unit {name!r}", remedy, parameter="units")
         selected |= dict.fromkeys(matches)
     if not selected:
         raise ArgumentError("`units` is empty", "Name a pair, an expert or a seed, or leave it out", parameter="units")
 
     def stays(cell: Cell) -> bool:
-        return next(matching([cell.unit], selected), None) is not None
+        return any(matching([cell.unit], selected))
 
-    return replace(
-        run,
-        cells=tuple(cell for cell in run.cells if stays(cell)),
-        results=tuple(result for result in run.results if stays(result.cell)),
-    )
+    cells = tuple(cell for cell in run.cells if stays(cell))
+    results = tuple(result for result in run.results if stays(result.cell))
+    return replace(run, cells=cells, results=results)
 
 
 def full_units(units: Iterable[Unit]) -> list[Unit]:
     """The units with the most sides; the other units match them."""
-    listed = list(units)
-    most = max((sum(side is not None for side in unit) for unit in listed), default=0)
-    return [unit for unit in listed if sum(side is not None for side in unit) == most]
+    sides = {unit: len(unit) - unit.count(None) for unit in units}
+    most = max(sides.values(), default=0)
+    return [unit for unit, number in sides.items() if number == most]
 
 
 @dataclass(frozen=True)
@@ -296,11 +312,13 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
     """A curve for each family with several configurations; none if there are no selection documents."""
     if not has_split(task):
         return []
-    places = {cell.cell: place for place, cell in enumerate(run.cells)}
+
     families: dict[str, dict[Unit, list[CellResult]]] = {}
     for result in run.results:  # in the order of evaluation
         if score(result, task, "select") is not None and score(result, task) is not None:
             families.setdefault(result.cell.family, {}).setdefault(result.cell.unit, []).append(result)
+
+    places = {cell.cell: place for place, cell in enumerate(run.cells)}
     curves = []
     for family, units in families.items():
         most = max(map(len, units.values()))
@@ -314,17 +332,20 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
 def _curve_point(
     number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
 ) -> tuple[int, float, float]:
+    """The scores of what would be chosen of the first `number` configurations; cells that have both scores."""
     sign = 1 if task.higher_is_better else -1
     chosen: list[float] = []
-    reported: list[float] = []
+    others: list[float] = []
     for cells in units:
         evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
         best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated), sign)
-        for values, part in ((chosen, "select"), (reported, "report")):
-            value = None if best is None else score(best, task, part)
+        if best is None:
+            continue
+        for values, part in ((chosen, "select"), (others, "report")):
+            value = score(best, task, part)
             if value is not None:
                 values.append(value)
-    return number, sum(chosen) / len(chosen), sum(reported) / len(reported)
+    return number, sum(chosen) / len(chosen), sum(others) / len(others)
 
 
 def truncations(run: Run, task: TaskInfo) -> list[Truncations]:

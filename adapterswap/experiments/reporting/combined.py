@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from adapterswap.experiments.sweeps import Cell, CellResult, Run
+from adapterswap.experiments.sweeps import CellResult, Run, TaskValue
 from adapterswap.kit.errors import DataError, Problems
 
 _OF_TASKS = ("sha256", "primary", "num_docs")
@@ -32,10 +32,12 @@ def combined(runs: Sequence[Run]) -> Run:
     for first, second in combinations(runs, 2):
         _compare(first, second, problems)
     problems.raise_if_any()
+
     merged, *remaining = runs
     for second in remaining:
         merged = _joined(merged, second, problems)
     problems.raise_if_any()
+
     if merged.described.get("recipe", {}).get("search"):  # a search's results keep their order
         return merged
     places = {cell.cell: place for place, cell in enumerate(merged.cells)}
@@ -44,14 +46,13 @@ def combined(runs: Sequence[Run]) -> Run:
 
 def _compare(first: Run, second: Run, problems: Problems) -> None:
     """Compare everything that scores depend on, and how documents are divided."""
-    described = _conditions(first.described), _conditions(second.described)
-    differences = _differing(*described)
+    differences = _differing(_conditions(first.described), _conditions(second.described))
     for name in first.tasks.keys() & second.tasks.keys():
         for field in ("role", "select", "report", "group", "groups"):
-            values = (getattr(run.tasks[name], field) for run in (first, second))
-            left, right = (list(value) if isinstance(value, tuple) else value for value in values)
+            left, right = getattr(first.tasks[name], field), getattr(second.tasks[name], field)
             if left != right:
                 differences.append((f"tasks.{name}.{field}", left, right))
+
     for name, left, right in differences:
         values_text = f"{_shown(left)} in {first.folder}, {_shown(right)} in {second.folder}"
         problems.add(
@@ -63,7 +64,8 @@ def _compare(first: Run, second: Run, problems: Problems) -> None:
 
 def _joined(first: Run, second: Run, problems: Problems) -> Run:
     _compare_families(first, second, problems)
-    first_cells = {cell.cell for cell in first.cells}
+
+    # Cells that both have must have the same scores.
     finished = {result.cell.cell: result for result in first.results}
     added: list[CellResult] = []
     for result in second.results:
@@ -74,6 +76,11 @@ def _joined(first: Run, second: Run, problems: Problems) -> Run:
             problems.add(
                 _score_difference(first, second, before, result), "Report each run separately", parameter="run"
             )
+
+    first_cells = {cell.cell for cell in first.cells}
+    elsewhere = dict(first.elsewhere)
+    for result in added:
+        elsewhere[result.cell.cell] = second.folder
     return replace(
         first,
         described=_described(first.described, second.described),
@@ -81,19 +88,16 @@ def _joined(first: Run, second: Run, problems: Problems) -> Run:
         cells=(*first.cells, *(cell for cell in second.cells if cell.cell not in first_cells)),
         results=(*first.results, *added),
         rungs=(*first.rungs, *second.rungs),
-        elsewhere={**first.elsewhere, **{result.cell.cell: second.folder for result in added}},
+        elsewhere=elsewhere,
     )
 
 
 def _compare_families(first: Run, second: Run, problems: Problems) -> None:
     """Refuse families that the runs define differently: one row would mix two methods."""
-    families = ({cell.family: set[str]() for cell in run.cells} for run in (first, second))
-    left, right = families
-    for configurations, run in ((left, first), (right, second)):
-        for cell in run.cells:
-            configurations[cell.family].add(_configuration(cell))
+    left, right = _configurations(first), _configurations(second)
     for family in left.keys() & right.keys():
-        if unshared := sorted(left[family] ^ right[family]):
+        unshared = sorted(left[family] ^ right[family])
+        if unshared:
             place = first.folder if unshared[0] in left[family] else second.folder
             problems.add(
                 f"{family!r} has {unshared[0] or 'a configuration without settings'} only in {place}, so the runs use "
@@ -103,16 +107,22 @@ def _compare_families(first: Run, second: Run, problems: Problems) -> None:
             )
 
 
-def _configuration(cell: Cell) -> str:
-    output = ", ".join(f"{key}={value}" for key, value in sorted(cell.output.items()))
-    return ", ".join(part for part in (cell.configuration, output) if part)
+def _configurations(run: Run) -> dict[str, set[str]]:
+    """Each family's configurations, with what their cells are written as."""
+    configurations: dict[str, set[str]] = {}
+    for cell in run.cells:
+        settings = [f"{key}={value}" for key, value in sorted(cell.output.items())]
+        if cell.configuration:
+            settings.insert(0, cell.configuration)
+        configurations.setdefault(cell.family, set()).add(", ".join(settings))
+    return configurations
 
 
 def _score_difference(first: Run, second: Run, before: CellResult, after: CellResult) -> str:
     for task, value in before.results.items():
-        if value != after.results.get(task):
-            values = (value.value, after.results[task].value if task in after.results else None)
-            old, new = ("none" if number is None else f"{number:.4g}" for number in values)
+        other = after.results.get(task)
+        if value != other:
+            old, new = _score_text(value), _score_text(other)
             return (
                 f"{after.cell.short} has different scores on {task}, in the mean or for single documents: "
                 f"{old} in {first.folder}, {new} in {second.folder}"
@@ -120,17 +130,24 @@ def _score_difference(first: Run, second: Run, before: CellResult, after: CellRe
     return f"{after.cell.short} has different relative errors in {first.folder} and {second.folder}"
 
 
+def _score_text(value: TaskValue | None) -> str:
+    if value is None or value.value is None:
+        return "none"
+    return f"{value.value:.4g}"
+
+
 def _described(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    described = {**first, "experts": {**second.get("experts", {}), **first.get("experts", {})}}
-    recipes = first.get("recipe", {}), second.get("recipe", {})
-    roles = {**recipes[1].get("roles", {}), **recipes[0].get("roles", {})}
-    search = recipes[0].get("search") or recipes[1].get("search")
-    described["recipe"] = {
-        **recipes[0],
-        **({"roles": roles} if roles else {}),
-        **({"search": search} if search else {}),
-    }
-    return described
+    own, other = first.get("recipe", {}), second.get("recipe", {})
+    recipe = dict(own)
+    roles = {**other.get("roles", {}), **own.get("roles", {})}
+    if roles:
+        recipe["roles"] = roles
+    search = own.get("search") or other.get("search")
+    if search:
+        recipe["search"] = search
+
+    experts = {**second.get("experts", {}), **first.get("experts", {})}
+    return {**first, "experts": experts, "recipe": recipe}
 
 
 def _conditions(described: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,13 +169,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[s
 
     Experts and tasks that only one of the two contains are not compared.
     """
-    things = {_thing(name) for name in one} & {_thing(name) for name in other}
-    names = [*one, *(name for name in other if name not in one)]
-    return [
-        (name, one.get(name), other.get(name))
-        for name in names
-        if one.get(name) != other.get(name) and _thing(name) in {None, *things}
-    ]
+    compared = {None, *({_thing(name) for name in one} & {_thing(name) for name in other})}
+    differences = []
+    for name in {**one, **other}:
+        if one.get(name) != other.get(name) and _thing(name) in compared:
+            differences.append((name, one.get(name), other.get(name)))
+    return differences
 
 
 def _shown(value: Any) -> str:
@@ -173,11 +189,12 @@ def _thing(name: str) -> str | None:
 
 
 def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        f"{part}.{key}": _digest(value) if key == "files" and value is not None else value
-        for key, value in content.items()
-        if key not in _NOT_COMPARED
-    }
+    named = {}
+    for key, value in content.items():
+        if key in _NOT_COMPARED:
+            continue
+        named[f"{part}.{key}"] = _digest(value) if key == "files" and value is not None else value
+    return named
 
 
 def _digest(content: Any) -> str:

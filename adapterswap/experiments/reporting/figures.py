@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.reporting.choices import Unit, unit_text
@@ -58,92 +59,84 @@ class PlannedFigure:
 
 def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     """The figures of a report, and for each kind that it lacks the reason: kind → reason."""
+    of_targets = {
+        "scores": (_scores, "no method has a score to report"),
+        "differences": (_differences, "no method shares a unit with the reference"),
+        "indicators": (_indicators, "fewer than three single experts were evaluated"),
+        "selection": (_selection, "no configuration was selected on separate documents"),
+        "truncation": (_truncation, f"fewer than {_FEWEST} compositions were reduced to a lower rank"),
+    }
+    contents: dict[str, list[_Content]] = {}
+    reasons: dict[str, str] = {}
+    for kind, (describe, reason) in of_targets.items():
+        contents[kind] = [describe(report, target) for target in report.targets]
+        reasons[kind] = reason
+    contents["landscape"] = [_landscape(report, grid) for grid in report.grids]
+    reasons["landscape"] = "no method has several values of b and u"
+    contents["critical-difference"] = [_ranks(report)]
+    reasons["critical-difference"] = _why_no_ranks(report)
+
     figures: list[PlannedFigure] = []
     lacking: dict[str, str] = {}
-
-    def add(kind: str, contents: Sequence[tuple[str, Mapping[str, Any]] | None], reason: str) -> None:
-        available = [(place, content) for place, content in enumerate(contents) if content is not None]
+    for kind in _DRAW:
+        available = [(place, content) for place, content in enumerate(contents[kind]) if content is not None]
         for place, (caption, data) in available:
-            name = kind if len(contents) == 1 else f"{kind}-{place + 1}"
+            name = kind if len(contents[kind]) == 1 else f"{kind}-{place + 1}"
             figures.append(PlannedFigure(name, kind, place, caption, data))
         if not available:
-            lacking[kind] = reason
-
-    add("scores", [_scores(report, target) for target in report.targets], "no method has a score to report")
-    add(
-        "differences",
-        [_differences(report, target) for target in report.targets],
-        "no method shares a unit with the reference",
-    )
-    better = {target.task: target.higher_is_better for target in report.targets}
-    maps = [_landscape(report, grid, better[grid.task]) for grid in report.grids]
-    add("landscape", maps, "no method has several values of b and u")
-    add("critical-difference", [_ranks(report)], _why_no_ranks(report))
-    add(
-        "indicators",
-        [_indicators(report, target) for target in report.targets],
-        "fewer than three single experts were evaluated",
-    )
-    add(
-        "selection",
-        [_selection(report, target) for target in report.targets],
-        "no configuration was selected on separate documents",
-    )
-    add(
-        "truncation",
-        [_truncation(report, target) for target in report.targets],
-        f"fewer than {_FEWEST} compositions were reduced to a lower rank",
-    )
+            lacking[kind] = reasons[kind]
     return figures, lacking
 
 
 # Captions and data.
 
+_Content = tuple[str, dict[str, Any]] | None
+"""The caption of a figure and its data; None if the report has none."""
 
-def _scores(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
-    rows = [
-        _row(report, row, row.spread.mean, row.interval, [(chosen.unit, chosen.score) for chosen in row.chosen])
-        for row in target.rows
-        if row.spread is not None
-    ]
+
+def _scores(report: Report, target: Target) -> _Content:
+    rows = []
+    for row in target.rows:
+        if row.spread is not None:
+            units = [(chosen.unit, chosen.score) for chosen in row.chosen]
+            rows.append(_row(report, row, row.spread.mean, row.interval, units))
     if not rows:
         return None
-    drawn = f"{_interval_kind(target)}, not corrected for the number of methods"
-    if any(row["lead"] and row["interval"] is None for row in rows):  # beside others' intervals it would look certain
+
+    # Beside others' intervals, a lead without one would look certain.
+    if any(row["lead"] and row["interval"] is None for row in rows):
         rows = [{**row, "interval": None} for row in rows]
-    intervals = f", with {drawn}" if any(row["interval"] for row in rows) else ""
-    missing = (
-        "; no interval if there are too few experts or documents"
-        if intervals and not all(row["interval"] for row in rows)
-        else ""
-    )
+
+    mean = f"the mean over {_units(report, target)}"
+    have_intervals = [row["interval"] is not None for row in rows]
+    if any(have_intervals):
+        mean += f", with {_interval_kind(target)}, not corrected for the number of methods"
+        if not all(have_intervals):
+            mean += "; no interval if there are too few experts or documents"
     caption = (
-        f"{_task(report, target)} ({target.metric}): the score of each method, {_documents(target)}. Filled: the "
-        f"mean over {_units(report, target)}{intervals}{missing}. Open: the individual {report.units}."
+        f"{_task(report, target)} ({target.metric}): the score of each method, {_documents(target)}. "
+        f"Filled: {mean}. Open: the individual {report.units}."
     )
     return caption, {"axis": _axis(report, target), "rows": rows}
 
 
-def _differences(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
-    rows = [
-        _row(report, row, row.difference.mean, row.difference.interval, row.difference.by_unit)
-        for row in target.rows
-        if row.difference is not None
-    ]
+def _differences(report: Report, target: Target) -> _Content:
+    rows = []
+    for row in target.rows:
+        if row.difference is not None:
+            found = row.difference
+            rows.append(_row(report, row, found.mean, found.interval, found.by_unit))
     if not rows:
         return None
-    intervals = (
-        f" Lines: {_interval_kind(target)}, not corrected for the number of methods."
-        if any(row["interval"] for row in rows)
-        else ""
-    )
+
     singular = report.units.removesuffix("s")
     caption = (
         f"{_task(report, target)} ({target.metric}): each method's score minus that of {report.reference}, "
         f"{_documents(target)}. "
         f"Filled: the mean over {_units(report, target)}; open: the difference in one {singular}, paired by document."
-        f"{intervals}"
     )
+    if any(row["interval"] for row in rows):
+        caption += f" Lines: {_interval_kind(target)}, not corrected for the number of methods."
     return caption, {"axis": f"{_axis(report, target)}\nminus {report.reference}", "rows": rows}
 
 
@@ -158,52 +151,74 @@ def _row(
     return {"label": row.label, "lead": row.family == report.lead, "mean": mean, "interval": interval, "units": shown}
 
 
-def _landscape(report: Report, grid: ZoneGrid, higher_is_better: bool) -> tuple[str, dict[str, Any]]:
+def _landscape(report: Report, grid: ZoneGrid) -> _Content:
     """All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best."""
-    alike = [other for other in report.grids if (other.task, other.family) == (grid.task, grid.family)]
-    means = [cell.mean for other in alike for cell in other.cells]
+    (target,) = (target for target in report.targets if target.task == grid.task)
+    means = []
+    for other in report.grids:
+        if (other.task, other.family) == (grid.task, grid.family):
+            means += [cell.mean for cell in other.cells]
     low, high = min(means), max(means)
-    worst, best = (low, high) if higher_is_better else (high, low)
-    bottoms, tops = {cell.bottom for cell in grid.cells}, {cell.top for cell in grid.cells}
+    worst, best = (low, high) if target.higher_is_better else (high, low)
+
+    cells = []
+    for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom)):
+        shade = 0.5
+        if worst != best:
+            shade = round((cell.mean - worst) / (best - worst), 3)
+        content = {"bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units}
+        cells.append({**content, "chosen": cell.selected, "shade": shade})
+
+    bottoms = sorted({cell.bottom for cell in grid.cells})
+    tops = sorted({cell.top for cell in grid.cells})
     most = max(cell.units for cell in grid.cells)
-    cells = [
-        {
-            "bottom": cell.bottom,
-            "top": cell.top,
-            "mean": cell.mean,
-            "units": cell.units,
-            "chosen": cell.selected,
-            "shade": 0.5 if worst == best else round((cell.mean - worst) / (best - worst), 3),
-        }
-        for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom))
-    ]
-    complete = len(cells) == len(tops) * len(bottoms)
-    where = "the development problems" if report.kind == "lab" else _all_documents(report, grid.task)
-    fewer = any(cell.units < most for cell in grid.cells)
-    method = f"{grid.family}{f' ({grid.settings})' if grid.settings else ''}"
-    ladders = [report.labels.expert(name) for name in grid.ladders]
-    axes = [f"{name}, steps" for name in ladders] or ["b, bottom layers", "u, top layers"]
-    by = "number of bottom layers b and top layers u from the language expert"
-    over = f"Means over {most} {_counted(report.units, most)}"
-    if grid.ladders:
-        by, over = f"steps of the checkpoints of {' and '.join(ladders)}", "One pair in each cell"
-    caption = (
-        f"{report.labels.task(grid.task)}: {method} by the {by}. {over}, on {where}. "
-        f"{'Darker is better' if higher_is_better else 'Darker is better (lower)'}."
-        + (f" ×n: selected for n of the {report.units}." if any(cell.selected for cell in grid.cells) else "")
-        + (f" *: a mean over fewer {report.units} than in the other cells." if fewer else "")
-        + ("" if complete else " Hatched: not evaluated.")
-    )
-    return caption, {
-        "bottoms": sorted(bottoms), "tops": sorted(tops), "cells": cells, "most": most, "scale": [low, high],
-        "higher_is_better": higher_is_better, "axis": f"{report.labels.task(grid.task)}: {method}", "axes": axes,
+    name = report.labels.task(grid.task)
+    method = f"{grid.family} ({grid.settings})" if grid.settings else grid.family
+    axes, caption = _landscape_words(report, grid, most)
+    caption = f"{name}: {method} by the {caption}, on {_documents_of_grid(report, target)}. Darker is better"
+
+    # What else a reader needs to know
+    caption += "." if target.higher_is_better else " (lower)."
+    if any(cell.selected for cell in grid.cells):
+        caption += f" ×n: selected for n of the {report.units}."
+    if any(cell.units < most for cell in grid.cells):
+        caption += f" *: a mean over fewer {report.units} than in the other cells."
+    if len(cells) < len(tops) * len(bottoms):
+        caption += " Hatched: not evaluated."
+
+    data = {
+        "bottoms": bottoms, "tops": tops, "cells": cells, "most": most, "scale": [low, high],
+        "higher_is_better": target.higher_is_better, "axis": f"{name}: {method}", "axes": axes,
     }  # fmt: skip
+    return caption, data
 
 
-def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
+def _landscape_words(report: Report, grid: ZoneGrid, most: int) -> tuple[list[str], str]:
+    """The names of both axes, and what they are in words."""
+    if grid.ladders:
+        ladders = [report.labels.expert(name) for name in grid.ladders]
+        axes = [f"{name}, steps" for name in ladders]
+        return axes, f"steps of the checkpoints of {' and '.join(ladders)}. One pair in each cell"
+    over = f"Means over {most} {_counted(report.units, most)}"
+    by = f"number of bottom layers b and top layers u from the language expert. {over}"
+    return ["b, bottom layers", "u, top layers"], by
+
+
+def _documents_of_grid(report: Report, target: Target) -> str:
+    """All documents of a task, with their number and, if there are any, the number of selection documents."""
+    if report.kind == "lab":
+        return "the development problems"
+    text = f"all {target.select + target.report} documents"
+    if target.select:
+        text += f", {target.select} of them used for selection"
+    return text
+
+
+def _ranks(report: Report) -> _Content:
     ranks = None if report.ranking is None else report.ranking.ranks
     if ranks is None or ranks.critical_difference is None or ranks.p is None:
         return None
+
     step = ranks.critical_difference
     shared = "settings that share an expert or documents are not"
     if report.ranking is not None and report.ranking.over_groups:
@@ -215,37 +230,40 @@ def _ranks(report: Report) -> tuple[str, dict[str, Any]] | None:
         f"by no more than the critical difference (CD), {step:.2f}. {report.setting}. The tests assume independent "
         f"settings; {shared}."
     )
-    return caption, {
+    data = {
         "mean_ranks": dict(ranks.mean_ranks),
         "critical_difference": step,
         "cliques": [list(clique) for clique in cliques(ranks.mean_ranks, step)],
-        "lead": [row.label for target in report.targets for row in target.rows if row.family == report.lead],
+        "lead": labels_of(report, report.lead),
     }
+    return caption, data
 
 
 def _why_no_ranks(report: Report) -> str:
-    ranks = report.ranking.ranks if report.ranking is not None else None
+    ranks = None if report.ranking is None else report.ranking.ranks
     if ranks is None or ranks.statistic is None:
         return f"a critical difference needs three methods and {MIN_UNITS} settings that they share"
     return f"{ranks.settings} settings are fewer than {MIN_UNITS}"
 
 
-def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
+def _indicators(report: Report, target: Target) -> _Content:
     indicators = [indicator for indicator in lead_indicators(report) if indicator.target == target.task]
     if not indicators:
         return None
+
     merged = indicators[0].merged
-    panels = [
-        {
-            "experts": indicator.experts,
-            "signal": report.labels.task(indicator.signal),
-            "points": [[report.labels.expert(name), own, mean] for name, own, mean in indicator.points],
-            "pearson": indicator.correlation.pearson,
-            "pearson_holm": indicator.pearson_holm,
-        }
-        for indicator in indicators
-        if indicator.merged == merged
-    ]
+    panels = []
+    for indicator in indicators:
+        if indicator.merged == merged:
+            panel = {
+                "experts": indicator.experts,
+                "signal": report.labels.task(indicator.signal),
+                "points": [[report.labels.expert(name), own, mean] for name, own, mean in indicator.points],
+                "pearson": indicator.correlation.pearson,
+                "pearson_holm": indicator.pearson_holm,
+            }
+            panels.append(panel)
+
     tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
     caption = (
         f"Merging indicators for {_task(report, target)}: an expert's own score on a task (horizontal) against the "
@@ -256,14 +274,15 @@ def _indicators(report: Report, target: Target) -> tuple[str, dict[str, Any]] | 
     return caption, {"panels": panels, "axis": f"{merged}\non {_task(report, target)}"}
 
 
-def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
-    curves = [
-        {"family": curve.family, "units": curve.units, "points": [list(point) for point in curve.points]}
-        for curve in report.curves
-        if curve.task == target.task
-    ]
+def _selection(report: Report, target: Target) -> _Content:
+    curves = []
+    for curve in report.curves:
+        if curve.task == target.task:
+            points = [list(point) for point in curve.points]
+            curves.append({"family": curve.family, "units": curve.units, "points": points})
     if not curves:
         return None
+
     caption = (
         f"{_task(report, target)}: the course of the selection. Score of the best configuration so far on the "
         f"{target.select} selection documents (dotted), and of the same "
@@ -273,21 +292,20 @@ def _selection(report: Report, target: Target) -> tuple[str, dict[str, Any]] | N
     return caption, {"curves": curves, "axis": _axis(report, target)}
 
 
-def _truncation(report: Report, target: Target) -> tuple[str, dict[str, Any]] | None:
-    families = [
-        {
-            "family": truncation.family,
-            "points": [
-                {"configuration": configuration, "unit": unit_text(unit), "error": error, "score": score}
-                for configuration, unit, error, score in truncation.points
-            ],
-        }
-        for truncation in report.truncations
-        if truncation.task == target.task
-    ]
-    number = sum(len(family["points"]) for family in families)
+def _truncation(report: Report, target: Target) -> _Content:
+    families = []
+    number = 0
+    for truncation in report.truncations:
+        if truncation.task != target.task:
+            continue
+        points = []
+        for configuration, unit, error, score in truncation.points:
+            points.append({"configuration": configuration, "unit": unit_text(unit), "error": error, "score": score})
+        families.append({"family": truncation.family, "points": points})
+        number += len(points)
     if number < _FEWEST:
         return None
+
     caption = (
         f"{_task(report, target)}: compositions that were reduced to a lower rank before they were evaluated. "
         f"Horizontal: the largest relative error of a module's ΔW (Frobenius norm). Vertical: the score "
@@ -306,14 +324,21 @@ def lead_indicators(report: Report) -> list[Indicator]:
 
 def labels_of(report: Report, family: str) -> list[str]:
     """The labels of a family's rows."""
-    return [row.label for target in report.targets for row in target.rows if row.family == family]
+    labels = []
+    for target in report.targets:
+        labels += [row.label for row in target.rows if row.family == family]
+    return labels
 
 
 def number_text(value: float, *, signed: bool = False) -> str:
     """Shares with three decimals, scores on other scales with one; zero after rounding has no sign."""
     form = ".3f" if abs(value) <= 1 else ".1f"
-    text = format(value, f"+{form}" if signed else form)
-    return (text.lstrip("+-") if float(text) == 0 else text).replace("-", "−")
+    if signed:
+        form = f"+{form}"
+    text = format(value, form)
+    if float(text) == 0:
+        text = text.lstrip("+-")
+    return text.replace("-", "−")
 
 
 def _task(report: Report, target: Target) -> str:
@@ -321,27 +346,23 @@ def _task(report: Report, target: Target) -> str:
 
 
 def _axis(report: Report, target: Target) -> str:
-    return f"{_task(report, target)}: {target.metric}{'' if target.higher_is_better else ' (lower is better)'}"
+    text = f"{_task(report, target)}: {target.metric}"
+    return text if target.higher_is_better else f"{text} (lower is better)"
 
 
 def _documents(target: Target) -> str:
     if target.of_corpus:
         return f"over the whole corpus of {target.report} documents"
-    return f"on {target.report} documents{' not used for selection' if target.select else ''}"
-
-
-def _all_documents(report: Report, task: str) -> str:
-    """All documents of a task, with their number and, if there are any, the number of selection documents."""
-    (target,) = (target for target in report.targets if target.task == task)
-    chosen_on = f", {target.select} of them used for selection" if target.select else ""
-    return f"all {target.select + target.report} documents{chosen_on}"
+    text = f"on {target.report} documents"
+    return f"{text} not used for selection" if target.select else text
 
 
 def _units(report: Report, target: Target) -> str:
     """`9 pairs`, or `up to 9 pairs` if methods have different numbers of them."""
     numbers = {row.spread.units for row in target.rows if row.spread is not None}
     most = max(numbers, default=0)
-    return f"{'up to ' if len(numbers) > 1 else ''}{most} {_counted(report.units, most)}"
+    text = f"{most} {_counted(report.units, most)}"
+    return f"up to {text}" if len(numbers) > 1 else text
 
 
 def _counted(units: str, number: int) -> str:
@@ -353,13 +374,14 @@ def _interval_kind(target: Target) -> str:
 
 
 def p_value(value: float | None) -> str:
+    """A p-value with three decimals; a dash without one."""
     if value is None:
         return "–"
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _p(value: float) -> str:
-    return f"p {'' if value < 0.001 else '= '}{p_value(value)}"
+    return f"p {p_value(value)}" if value < 0.001 else f"p = {p_value(value)}"
 
 
 # Drawing.
@@ -368,23 +390,30 @@ def _p(value: float) -> str:
 def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     """A row for each method: its units, its mean with the interval, and the mean as a number on the right."""
     rows = data["rows"]
+
+    # Rows are as high as their labels.
     labels = [STYLE.wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
-    lines = [label.count("\n") + 1 for label in labels]
     axis = _wrapped_lines(data["axis"], width * 0.62)
-    row_heights = [max(1.35, 0.35 + count) * _LINE for count in lines]
-    figure = STYLE.figure(width, sum(row_heights) + 0.34 + _LINE * (axis.count("\n") + 1))
+    heights = [max(1.35, 0.35 + (label.count("\n") + 1)) * _LINE for label in labels]
+    figure = STYLE.figure(width, sum(heights) + 0.34 + _LINE * (axis.count("\n") + 1))
     axes = figure.add_subplot()
-    places, top = [], 0.0
-    for height in row_heights:
+    places = []
+    top = 0.0
+    for height in heights:
         places.append(top + height / 2)
         top += height
-    ends = [value for row in rows for value in (row["mean"], *(row["interval"] or ()))]
-    ends += [unit["value"] for row in rows for unit in row["units"]]
+
+    ends = []
+    for row in rows:
+        ends += [row["mean"], *(row["interval"] or ()), *(unit["value"] for unit in row["units"])]
     low, high = _limits(ends, zero=zero)
     if zero:
         axes.axvline(0, color=STYLE.grey, linewidth=0.8, zorder=1)
+
     for row, place in zip(rows, places, strict=True):
-        colour = STYLE.lead if row["lead"] else STYLE.ink
+        colour, marker, weight = STYLE.ink, "o", "normal"
+        if row["lead"]:
+            colour, marker, weight = STYLE.lead, "D", "bold"
         axes.plot(
             [unit["value"] for unit in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
             markersize=2.8, markerfacecolor="none", markeredgecolor=STYLE.grey, markeredgewidth=0.5,
@@ -393,16 +422,20 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
         if row["interval"] is not None:
             axes.plot(row["interval"], [place, place], color=colour, linewidth=1.4, solid_capstyle="butt", zorder=3)
         axes.plot(
-            [row["mean"]], [place], marker="D" if row["lead"] else "o", markersize=4.6, color=colour,
+            [row["mean"]], [place], marker=marker, markersize=4.6, color=colour,
             markeredgecolor="white", markeredgewidth=0.5, clip_on=False, zorder=4,
         )  # fmt: skip
         axes.text(
             1.03, place, number_text(row["mean"], signed=zero), transform=axes.get_yaxis_transform(), va="center",
-            fontsize=STYLE.small, color=colour, fontweight="bold" if row["lead"] else "normal",
+            fontsize=STYLE.small, color=colour, fontweight=weight,
         )  # fmt: skip
+
     axes.set_yticks(places, labels)
     for text, row in zip(axes.get_yticklabels(), rows, strict=True):
-        text.set(color=STYLE.lead if row["lead"] else STYLE.ink, fontweight="bold" if row["lead"] else "normal")
+        if row["lead"]:
+            text.set(color=STYLE.lead, fontweight="bold")
+        else:
+            text.set(color=STYLE.ink, fontweight="normal")
     axes.set_ylim(top, 0)
     axes.set_xlim(low, high)
     _few_ticks(axes.xaxis, int(width * 0.45 / 0.42))
@@ -418,11 +451,16 @@ def _limits(values: Sequence[float], *, zero: bool) -> tuple[float, float]:
     low, high = min(values), max(values)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    room = 0.05 * (high - low) if high - low > _EQUAL else 0.05 * max(abs(high), 0.2)
+
+    room = 0.05 * (high - low)
+    if high - low <= _EQUAL:
+        room = 0.05 * max(abs(high), 0.2)
     first, last = low - room, high + room
+
     if not zero and low >= 0:
         first = max(first, 0.0)
-        last = min(last, 1.0) if high <= 1 else last
+        if high <= 1:
+            last = min(last, 1.0)
     return first, last
 
 
@@ -444,34 +482,42 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.patches import Rectangle
 
-    bottoms, tops = data["bottoms"], data["tops"]
     # White text is readable on the darkest; the lightest is darker than paper, so no cell looks missing.
     blues = mpl.colormaps["Blues"]
     colours = ListedColormap([blues(0.08 + 0.84 * i / 255) for i in range(256)])
-    axis = _wrapped_lines(data["axis"], width * 0.8)
+
+    bottoms, tops = data["bottoms"], data["tops"]
     side = (width - 0.95) / len(bottoms)
     height = min(max(0.24, side * 0.62), 0.42)
     figure = STYLE.figure(width, height * len(tops) + 0.45 + _LINE)
     axes = figure.add_subplot()
     evaluated = {(cell["bottom"], cell["top"]) for cell in data["cells"]}
-    for x, y in ((x, y) for x in range(len(bottoms)) for y in range(len(tops))):
-        if (bottoms[x], tops[y]) not in evaluated:
-            STYLE.hatch_cell(axes, x, y)
+    for x, bottom in enumerate(bottoms):
+        for y, top in enumerate(tops):
+            if (bottom, top) not in evaluated:
+                STYLE.hatch_cell(axes, x, y)
+
+    # Each cell has its score, and how often it was chosen if that fits.
     size = min(STYLE.small, 72 * side / 3.3)
     for cell in data["cells"]:
         x, y = bottoms.index(cell["bottom"]), tops.index(cell["top"])
         colour = colours(cell["shade"])
         axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.8))
-        chosen = f"×{cell['chosen']}" if cell["chosen"] else ""
-        mark = "*" if cell["units"] < data["most"] else ""
-        if size >= STYLE.note - 0.01:
-            number = number_text(cell["mean"]).removeprefix("0") + mark
-            text = f"{number}\n{chosen}" if chosen and height > 0.3 else f"{number} {chosen}".strip()
-            if len(text.split("\n")[0]) * _CHARACTER > side:
-                text = number
-            axes.text(
-                x, y, text, ha="center", va="center", fontsize=size, color=STYLE.readable_on(colour), linespacing=1.05
-            )
+        if size < STYLE.note - 0.01:
+            continue
+        number = number_text(cell["mean"]).removeprefix("0")
+        if cell["units"] < data["most"]:
+            number += "*"
+        text = number
+        if cell["chosen"]:
+            text += "\n" if height > 0.3 else " "
+            text += f"×{cell['chosen']}"
+        if len(text.split("\n")[0]) * _CHARACTER > side:
+            text = number
+        axes.text(
+            x, y, text, ha="center", va="center", fontsize=size, color=STYLE.readable_on(colour), linespacing=1.05
+        )
+
     axes.set_xlim(-0.5, len(bottoms) - 0.5)
     axes.set_ylim(-0.5, len(tops) - 0.5)
     every = max(1, math.ceil(0.16 / side))
@@ -481,6 +527,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     axes.spines[:].set_visible(False)
     axes.set_xlabel(data["axes"][0])
     axes.set_ylabel(data["axes"][1])
+
     low, high = data["scale"]
     if high - low > 1e-12:
         ordered = colours if data["higher_is_better"] else colours.reversed()
@@ -489,7 +536,7 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
         bar.outline.set_visible(False)
         _few_ticks(bar.ax.yaxis, 3)
         bar.ax.tick_params(labelsize=STYLE.note + 0.5, length=1.5)
-    axes.set_title(axis, loc="left", fontsize=STYLE.small)
+    axes.set_title(_wrapped_lines(data["axis"], width * 0.8), loc="left", fontsize=STYLE.small)
     return figure
 
 
@@ -499,6 +546,8 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     ordered = sorted(ranks, key=lambda method: (ranks[method], method))
     left = ordered[: (len(ordered) + 1) // 2]
     right = ordered[len(left) :][::-1]
+
+    # The height depends on the lines of names, one below the other, under those that join methods.
     characters = max(10, int(width * 0.3 / _CHARACTER))
     labels = {method: STYLE.wrapped(method, characters) for method in ordered}
     step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
@@ -510,37 +559,42 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     axes.set_xlim(1, number)
     axes.set_ylim(-depth - 0.6, 3.6)
     axes.axis("off")
+
+    # The axis. A number takes 0.17 inches; the shortest axis is a quarter of the width.
     line: dict[str, Any] = {"clip_on": False, "solid_capstyle": "butt"}
     axes.plot([1, number], [0, 0], color=STYLE.ink, linewidth=0.8, **line)
-    # A number takes 0.17 inches; the shortest axis is a quarter of the width.
     every = max(1, math.ceil(0.17 * (number - 1) / (width * 0.25)))
     for place in range(1, number + 1):
         axes.plot([place, place], [0, 0.4], color=STYLE.ink, linewidth=0.8, **line)
         if (place - 1) % every == 0:
             axes.text(place, 0.55, str(place), ha="center", va="bottom", fontsize=STYLE.small)
+
+    # The critical difference, and the methods that it does not separate
     distance = data["critical_difference"]
     end = min(1 + distance, number)
     axes.plot([1, end], [2.1, 2.1], color=STYLE.ink, linewidth=1.2, **line)
-    cut = "" if end == 1 + distance else " (longer than the axis)"
     for place in (1, end):
         axes.plot([place, place], [1.9, 2.3], color=STYLE.ink, linewidth=0.8, **line)
-    axes.text(1, 2.5, f"CD = {distance:.2f}{cut}", ha="left", va="bottom", fontsize=STYLE.small)
+    text = f"CD = {distance:.2f}"
+    if end < 1 + distance:
+        text += " (longer than the axis)"
+    axes.text(1, 2.5, text, ha="left", va="bottom", fontsize=STYLE.small)
     for place, clique in enumerate(data["cliques"]):
         y = -0.55 - 0.75 * place
         first, last = ranks[clique[0]], ranks[clique[-1]]
         axes.plot([first - 0.04, last + 0.04], [y, y], color=STYLE.grey, linewidth=2.6, **line)
+
     pad = 0.035 * (number - 1)
     for names, x, side, align in ((left, 1 - pad, -1, "right"), (right, number + pad, 1, "left")):
         for place, method in enumerate(names):
             y = -joined - step * (place + 0.5)
-            lead = method in data["lead"]
-            colour = STYLE.lead if lead else STYLE.ink
-            axes.plot([ranks[method], ranks[method], x], [0, y, y], color=colour, linewidth=1.2 if lead else 0.7,
-                      clip_on=False)  # fmt: skip
+            colour, thickness, weight = STYLE.ink, 0.7, "normal"
+            if method in data["lead"]:
+                colour, thickness, weight = STYLE.lead, 1.2, "bold"
+            axes.plot([ranks[method], ranks[method], x], [0, y, y], color=colour, linewidth=thickness, clip_on=False)
             axes.text(
                 x + side * pad * 0.6, y, f"{labels[method]} {ranks[method]:.2f}", ha=align, va="center",
-                fontsize=STYLE.small,
-                color=colour, fontweight="bold" if lead else "normal", linespacing=1.05,
+                fontsize=STYLE.small, color=colour, fontweight=weight, linespacing=1.05,
             )  # fmt: skip
     return figure
 
@@ -549,27 +603,33 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
     panels = data["panels"]
     across = min(len(panels), max(1, int(width / 1.45)))
     down = -(-len(panels) // across)
-    room = width / across
-    experts = list(dict.fromkeys(point[0] for panel in panels for point in panel["points"]))
+
+    # One look for each expert, in all panels
+    experts: dict[str, None] = {}
+    for panel in panels:
+        experts |= dict.fromkeys(name for name, _, _ in panel["points"])
     look = dict(zip(experts, STYLE.looks(len(experts)), strict=True))
-    legend_columns, legend_lines = _legend_shape(experts, width)
+    legend_columns, legend_lines = _legend_shape(list(experts), width)
+
     titles = []
     for panel in panels:
-        r, p = panel["pearson"], panel["pearson_holm"]
-        correlation = "no r (constant)" if r is None else f"r = {r:.2f}".replace("-", "−")
-        correlation += "" if p is None else f", {_p(p)}"
-        where = _wrapped_lines(f"{panel['experts']} on\n{panel['signal']}", room * 0.8)
+        correlation = "no r (constant)"
+        if panel["pearson"] is not None:
+            correlation = f"r = {panel['pearson']:.2f}".replace("-", "−")
+        if panel["pearson_holm"] is not None:
+            correlation += f", {_p(panel['pearson_holm'])}"
+        where = _wrapped_lines(f"{panel['experts']} on\n{panel['signal']}", width / across * 0.8)
         titles.append(f"{where}\n{correlation}")
     tallest = max(title.count("\n") + 1 for title in titles)
-    axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
     figure = STYLE.figure(width, down * (1.08 + _LINE * tallest) + 0.1 + legend_lines * _LINE * 1.35)
     grid = figure.subplots(down, across, squeeze=False)
+
     for axes, panel, title in zip(grid.flat, panels, titles, strict=False):
-        xs, ys = [point[1] for point in panel["points"]], [point[2] for point in panel["points"]]
         for name, x, y in panel["points"]:
             axes.plot(
                 x, y, marker=look[name].marker, color=look[name].colour, linestyle="none", markersize=4.5, clip_on=False
             )
+        _, xs, ys = zip(*panel["points"], strict=True)
         for values, axis_of, limit in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
             low, high = min(values), max(values)
             space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
@@ -580,6 +640,8 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
         STYLE.grid(axes, "both")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
+
+    axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
     figure.supylabel(axis, fontsize=STYLE.small)
     handles = [_handle(name, color=look[name].colour, marker=look[name].marker) for name in experts]
     _legend(figure, handles, legend_columns)
@@ -589,17 +651,18 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
 def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     curves = data["curves"]
     figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
+
     handles = []
     for curve, look in zip(curves, STYLE.looks(len(curves)), strict=True):
-        steps = [point[0] for point in curve["points"]]
-        marker_step = max(1, len(steps) // 8)
-        axes.plot(steps, [point[1] for point in curve["points"]], color=look.colour, linestyle=":", linewidth=1.0)
-        axes.plot(
-            steps, [point[2] for point in curve["points"]], color=look.colour, marker=look.marker, markevery=marker_step
-        )
+        steps, selected, others = zip(*curve["points"], strict=True)
+        axes.plot(steps, selected, color=look.colour, linestyle=":", linewidth=1.0)
+        every = max(1, len(steps) // 8)
+        axes.plot(steps, others, color=look.colour, marker=look.marker, markevery=every)
         handles.append(_handle(curve["family"], color=look.colour, marker=look.marker))
     for name, line in _PARTS.items():
         handles.append(_handle(name, color=STYLE.ink, linestyle=line))
+
+    # Whole numbers, the first and none beyond the last
     last = max(len(curve["points"]) for curve in curves)
     _few_ticks(axes.xaxis, 5, whole=True)
     axes.set_xticks([1, *(place for place in axes.get_xticks() if 1 < place <= last)])
@@ -609,18 +672,24 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
 def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
     families = data["families"]
     figure, axes, columns = _panel([family["family"] for family in families], width)
+
     handles = []
+    errors: list[float] = []
     for family, look in zip(families, STYLE.looks(len(families)), strict=True):
-        xs, ys = ([point[key] for point in family["points"]] for key in ("error", "score"))
+        xs = [point["error"] for point in family["points"]]
+        ys = [point["score"] for point in family["points"]]
         marker: dict[str, Any] = {"marker": look.marker, "color": look.colour, "markerfacecolor": "none"}
         axes.plot(xs, ys, linestyle="none", markersize=3.6, clip_on=False, **marker)
         handles.append(_handle(family["family"], **marker))
-    errors = [point["error"] for family in families for point in family["points"]]
+        errors += xs
+
     if min(errors) > 0 and max(errors) > 30 * min(errors):
         axes.set_xscale("log")
     else:
         low, high = _limits(errors, zero=False)
-        axes.set_xlim(low, high if max(errors) <= 1 else max(errors) * 1.05)
+        if max(errors) > 1:
+            high = max(errors) * 1.05
+        axes.set_xlim(low, high)
         _few_ticks(axes.xaxis, 5)
     return _finished(figure, axes, handles, columns, "largest relative error of a module's ΔW", data["axis"], width)
 
@@ -659,11 +728,12 @@ def _handle(name: str, **look: Any) -> Any:
 
 
 _DRAW: Mapping[str, Callable[[Mapping[str, Any], float], Figure]] = {
-    "scores": lambda data, width: _draw_rows(data, width, zero=False),
-    "differences": lambda data, width: _draw_rows(data, width, zero=True),
+    "scores": partial(_draw_rows, zero=False),
+    "differences": partial(_draw_rows, zero=True),
     "landscape": _draw_landscape,
     "critical-difference": _draw_ranks,
     "indicators": _draw_indicators,
     "selection": _draw_selection,
     "truncation": _draw_truncation,
 }
+"""How each kind is drawn, in the order of kinds."""

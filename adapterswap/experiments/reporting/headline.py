@@ -199,83 +199,121 @@ def resampled(target: Target) -> str:
     """
     by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
     most = max(by_row.values(), key=list(by_row.values()).count, default=(target.group or "documents",))
-    exceptions = "; ".join(f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most)
-    return _listed(most) + (f" ({exceptions})" if exceptions else "")
+    text = _listed(most)
+    exceptions = [f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most]
+    return f"{text} ({'; '.join(exceptions)})" if exceptions else text
 
 
 def _listed(names: Sequence[str]) -> str:
-    *some, last = names
-    return f"{', '.join(some)} and {last}" if some else last
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
     """The table of `task`, with every method compared with the family `reference`."""
     all_choices = choices(run, task)
-    of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
-    benchmark = benchmark_of(task)
-    common = set(run.tasks).intersection(*(cell.tasks for cell in run.cells if task.name in cell.tasks))
-    languages = [
-        info
-        for info in run.tasks.values()
-        if benchmark is not None
-        and benchmark_of(info) == benchmark
-        and info.primary == task.primary  # a mean over different scores would mean nothing
-        and info.name in common
-    ]
+    languages = _languages(run, task)
     rows = [_row(run, task, choice, all_choices, languages, reference) for choice in all_choices]
-    scored = {name for row in rows for name in row.tasks} - {task.name}
+    scored = {task.name: None}
+    for name in run.tasks:
+        if any(name in row.tasks for row in rows):
+            scored.setdefault(name)
+
+    # A corpus-level score is over all documents, whatever the split.
+    of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
+    select, report = 0, task.num_docs
+    if not of_corpus:
+        report = len(reported(task))
+        if has_split(task):
+            select = len(task.select)
+
+    groups = None
+    if task.groups:
+        groups = len({*groups_of(task, reported(task))})
     return Target(
-        task.name,
-        task.language,
-        ", ".join(part for part in task.primary if part != "none"),
-        task.higher_is_better,
-        len(task.select) if has_split(task) and not of_corpus else 0,
-        task.num_docs if of_corpus else len(reported(task)),
-        tuple(info.name for info in languages) if len(languages) > 1 else (),
-        (task.name, *(name for name in run.tasks if name in scored)),
-        tuple(rows),
-        any(row.kind != "only" for row in rows),
-        of_corpus,
-        group_name(task),
-        len({*groups_of(task, reported(task))}) if task.groups else None,
+        task=task.name,
+        language=task.language,
+        metric=", ".join(part for part in task.primary if part != "none"),
+        higher_is_better=task.higher_is_better,
+        select=select,
+        report=report,
+        languages=tuple(languages) if len(languages) > 1 else (),
+        tasks=tuple(scored),
+        rows=tuple(rows),
+        chosen=any(row.kind != "only" for row in rows),
+        of_corpus=of_corpus,
+        group=group_name(task),
+        groups=groups,
     )
 
 
+def _languages(run: Run, task: TaskInfo) -> dict[str, TaskInfo]:
+    """The tasks of a target's benchmark in all languages, which every cell of the target was evaluated on."""
+    benchmark = benchmark_of(task)
+    if benchmark is None:
+        return {}
+    cells = [cell for cell in run.cells if task.name in cell.tasks]
+    languages = {}
+    for name, info in run.tasks.items():
+        has_score = benchmark_of(info) == benchmark and info.primary == task.primary  # a mean over others means nothing
+        if has_score and all(name in cell.tasks for cell in cells):
+            languages[name] = info
+    return languages
+
+
 def _row(
-    run: Run, task: TaskInfo, choice: Choice, all_choices: list[Choice], languages: Sequence[TaskInfo], reference: str
+    run: Run,
+    task: TaskInfo,
+    choice: Choice,
+    all_choices: list[Choice],
+    languages: Mapping[str, TaskInfo],
+    reference: str,
 ) -> MethodRow:
     cells = list(choice.cells.values())
-    errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
-    tasks = {info.name: spread for info in run.tasks.values() if (spread := _spread(cells, info)) is not None}
-    english = [tasks[info.name].mean for info in languages if is_english(info) and info.name in tasks]
-    language_means = [tasks[info.name].mean for info in languages if info.name in tasks]
-    understanding = [
-        tasks[info.name].mean for info in run.tasks.values() if info.name in tasks and _is_understanding(info, task)
-    ]
-    metric = ",".join(METRIC)
-    shares = [cell.results[task.name].scores.get(metric) for cell in cells if task.name in cell.results]
+    tasks: dict[str, Spread] = {}
+    for name, info in run.tasks.items():
+        spread = _spread(cells, info)
+        if spread is not None:
+            tasks[name] = spread
+
+    # The same cells in English, and in all languages of the benchmark
+    english = [tasks[name].mean for name, info in languages.items() if name in tasks and is_english(info)]
+    in_languages = [tasks[name].mean for name in languages if name in tasks]
+    all_languages = None
+    if len(in_languages) > 1 and len(in_languages) == len(languages):
+        all_languages = sum(in_languages) / len(in_languages)
+
+    understanding = [tasks[name].mean for name in tasks if _is_understanding(run.tasks[name], task)]
+    shares = []
+    for cell in cells:
+        if task.name in cell.results:
+            shares.append(cell.results[task.name].scores.get(",".join(METRIC)))
     fidelities = [share for share in shares if share is not None]
+    fidelity = None
+    if fidelities and len(fidelities) == len(cells):
+        fidelity = sum(fidelities) / len(fidelities)
+
+    errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
+    chosen = []
+    for unit, result in choice.cells.items():
+        chosen.append(Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task)))
     return MethodRow(
-        choice.family,
-        choice.kind,
-        choice.label,
-        choice.expected,
-        tasks.get(task.name),
-        _interval(run, choice, task),
-        _difference(run, task, choice, table_choice(all_choices, reference, choice.kind)),
-        tasks,
-        english[0] if english else None,
-        sum(language_means) / len(language_means)
-        if len(language_means) > 1 and len(language_means) == len(languages)
-        else None,
-        _spread(list(choice.best.values()), task, "all"),
-        tuple(
-            Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task))
-            for unit, result in choice.cells.items()
-        ),
-        max(errors, default=None),
-        sum(understanding) / len(understanding) if understanding else None,
-        sum(fidelities) / len(fidelities) if fidelities and len(fidelities) == len(cells) else None,
+        family=choice.family,
+        kind=choice.kind,
+        label=choice.label,
+        expected=choice.expected,
+        spread=tasks.get(task.name),
+        interval=_interval(run, choice, task),
+        difference=_difference(run, task, choice, table_choice(all_choices, reference, choice.kind)),
+        tasks=tasks,
+        english=english[0] if english else None,
+        all_languages=all_languages,
+        papers=_spread(list(choice.best.values()), task, "all"),
+        chosen=tuple(chosen),
+        relative_error=max(errors, default=None),
+        understanding=sum(understanding) / len(understanding) if understanding else None,
+        fidelity=fidelity,
     )
 
 
@@ -291,14 +329,22 @@ def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
     """A task's score over cells; None unless every cell has one."""
-    values = [value for cell in cells if (value := score(cell, task, part)) is not None]
-    if not values or len(values) < len(cells):
+    values = []
+    for cell in cells:
+        value = score(cell, task, part)
+        if value is None:
+            return None
+        values.append(value)
+    if not values:
         return None
+
+    # The documents that all cells have, with their means over cells
     documents = [cell.results[task.name].docs for cell in cells]
     considered = reported(task) if part == "report" else tuple(documents[0])
     common = [doc for doc in considered if all(doc in docs for docs in documents)]
     means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
     error = intervals.standard_error(means, groups_of(task, common)) if means else None
+
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return Spread(len(values), min(values), sum(values) / len(values), max(values), error, deviation)
 
@@ -308,13 +354,16 @@ def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] |
     common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
     if not common:
         return None
+
     values = np.array([[scores[doc] for doc in common] for scores in docs])
     bounds = intervals.SHARE if values.min() >= 0 and values.max() <= 1 else None
     interval = _over_draws(run, task, list(choice.cells), common, values, bounds)
     if interval.ends is None:
         return None
     low, high = interval.ends
-    return (max(low, 0.0) if values.min() >= 0 else low), high
+    if values.min() >= 0:
+        low = max(low, 0.0)
+    return low, high
 
 
 def _over_draws(
@@ -341,23 +390,31 @@ def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | No
     units, documents, values = paired(choice.cells, reference.cells, task)
     if not units:
         return None
+
     if not values.size:  # corpus-level scores, or no document in common
-        scores = [
-            (unit, score(choice.cells[a], task), score(reference.cells[b], task))
-            for unit, a, b in matching(choice.cells, reference.cells)
-        ]
-        differences = tuple((unit, own - other) for unit, own, other in scores if own is not None and other is not None)
+        differences = []
+        for unit, a, b in matching(choice.cells, reference.cells):
+            own, other = score(choice.cells[a], task), score(reference.cells[b], task)
+            if own is not None and other is not None:
+                differences.append((unit, own - other))
         if not differences:
             return None
         mean = sum(value for _, value in differences) / len(differences)
-        return ScoreDifference(reference.label, len(differences), mean, None, None, (), differences)
+        return ScoreDifference(reference.label, len(differences), mean, None, None, (), tuple(differences))
+
     bounds = intervals.DIFFERENCE if _are_shares(choice, task, reference) else None
     interval = _over_draws(run, task, units, documents, values, bounds)
-    by_unit = tuple(zip(units, values.mean(1).tolist(), strict=True))
     return ScoreDifference(
-        reference.label, len(units), interval.mean, interval.low, interval.high, interval.over, by_unit,
-        interval.design, interval.reason,
-    )  # fmt: skip
+        to=reference.label,
+        units=len(units),
+        mean=interval.mean,
+        low=interval.low,
+        high=interval.high,
+        over=interval.over,
+        by_unit=tuple(zip(units, values.mean(1).tolist(), strict=True)),
+        design=interval.design,
+        reason=interval.reason,
+    )
 
 
 def _are_shares(choice: Choice, task: TaskInfo, reference: Choice) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import TypeGuard
+from itertools import chain, groupby
+from typing import Any
 
 from adapterswap.core import error_text
 from adapterswap.experiments.reporting.headline import MethodRow, Spread, Target, resampled
@@ -38,22 +37,37 @@ def csv_table(report: Report) -> str:
             for task in target.tasks:
                 spread = row.tasks.get(task)
                 if spread is not None or task == target.task:
-                    writer.writerow(_line(target, row, task, spread))
+                    writer.writerow(_csv_line(target, row, task, spread))
     return text.getvalue()
 
 
-def _line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
-    own = task == target.task
-    difference, papers = (row.difference, row.papers) if own else (None, None)
-    return [
-        csv_text(target.task), csv_text(row.family), row.kind, csv_text(task),
-        spread.units if spread else 0, row.expected,
-        *((spread.min, spread.mean, spread.stderr, spread.max) if spread else [None] * 4),
-        *((csv_text(difference.to), difference.mean, difference.low, difference.high) if difference else [None] * 4),
-        *((papers.min, papers.mean, papers.max) if papers else [None] * 3),
-        "no" if row.relative_error is None else "yes", row.relative_error,
-        row.fidelity if own else None,
-    ]  # fmt: skip
+def _csv_line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
+    line: list[object] = [csv_text(target.task), csv_text(row.family), row.kind, csv_text(task)]
+
+    # The scores on this task
+    if spread is None:
+        line += [0, row.expected, None, None, None, None]
+    else:
+        line += [spread.units, row.expected, spread.min, spread.mean, spread.stderr, spread.max]
+
+    # What only the target's own line has
+    difference, papers, fidelity = None, None, None
+    if task == target.task:
+        difference, papers, fidelity = row.difference, row.papers, row.fidelity
+    if difference is None:
+        line += [None] * 4
+    else:
+        line += [csv_text(difference.to), difference.mean, difference.low, difference.high]
+    if papers is None:
+        line += [None] * 3
+    else:
+        line += [papers.min, papers.mean, papers.max]
+
+    if row.relative_error is None:
+        line += ["no", None]
+    else:
+        line += ["yes", row.relative_error]
+    return [*line, fidelity]
 
 
 # Escapes for what LaTeX reads as commands; [ and * would be arguments of the \\ that ends the line before.
@@ -106,6 +120,11 @@ class TableStyle:
             )
 
 
+Shown = float | tuple[float, float] | str | None
+"""What a column shows of a row: a number, the two ends of an interval, or text; None is a dash."""
+Value = Callable[[Report, MethodRow], Shown]
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of a table.
@@ -113,20 +132,42 @@ class Column:
     Attributes:
         head: its head, in LaTeX.
         group: the head above it; neighbouring columns share one.
-        value: what it shows of a row: a number, the two ends of an interval, or text; None is a dash.
+        value: what it shows of a row.
         is_score: whether the best is marked.
         is_share: whether more is better, whatever the target's score is.
     """
 
     head: str
     group: str
-    value: Callable[[Report, MethodRow], float | tuple[float, float] | str | None]
+    value: Value
     is_score: bool = True
     is_share: bool = False
 
 
-def _has_several(spread: Spread | None) -> TypeGuard[Spread]:
-    """Whether a score has several units: one has no minimum and maximum beside its mean."""
+def _of(path: str) -> Value:
+    """An attribute of a row or, after a point, of that attribute, which may be None."""
+
+    def value(report: Report, row: MethodRow) -> Shown:
+        found: Any = row
+        for name in path.split("."):
+            if found is not None:
+                found = getattr(found, name)
+        shown: Shown = found
+        return shown
+
+    return value
+
+
+def _of_several(name: str, path: str) -> Value:
+    """As `_of`, if the score `name` has several units: one has no minimum and maximum beside its mean."""
+
+    def value(report: Report, row: MethodRow) -> Shown:
+        return _of(path)(report, row) if _has_several(getattr(row, name)) else None
+
+    return value
+
+
+def _has_several(spread: Spread | None) -> bool:
     return spread is not None and spread.units > 1
 
 
@@ -139,12 +180,19 @@ def _p(report: Report, row: MethodRow) -> str | None:
     comparison = _comparison(report, row)
     if comparison is None or comparison.wilcoxon is None:
         return None
-    return "$<$0.001" if comparison.wilcoxon < 0.001 else f"{comparison.wilcoxon:.3f}"
+    if comparison.wilcoxon < 0.001:
+        return "$<$0.001"
+    return f"{comparison.wilcoxon:.3f}"
 
 
 def _comparison(report: Report, row: MethodRow) -> RankComparison | None:
-    ranks = report.ranking.ranks if report.ranking is not None else None
-    return ranks.against(row.label, ranks.reference) if ranks is not None and ranks.reference is not None else None
+    if report.ranking is None or report.ranking.ranks.reference is None:
+        return None
+    return report.ranking.ranks.against(row.label, report.ranking.ranks.reference)
+
+
+def _relative_error(report: Report, row: MethodRow) -> str | None:
+    return None if row.relative_error is None else _error(row.relative_error)
 
 
 def _error(value: float) -> str:
@@ -152,30 +200,23 @@ def _error(value: float) -> str:
 
 
 COLUMNS: Mapping[str, Column] = {
-    "n": Column("$n$", "units", lambda _, row: str(len(row.chosen)), False),
-    "min": Column("min", "units", lambda _, row: row.spread.min if _has_several(row.spread) else None),
-    "mean": Column("mean", "units", lambda _, row: row.spread.mean if row.spread else None),
-    "stderr": Column("s.e.", "units", lambda _, row: row.spread.stderr if row.spread else None, False),
-    "max": Column("max", "units", lambda _, row: row.spread.max if _has_several(row.spread) else None),
-    "ci": Column(r"95\,\%", "units", lambda _, row: row.interval, False),
-    "difference": Column(r"$\Delta$", "reference", lambda _, row: row.difference.mean if row.difference else None),
-    "interval": Column(
-        r"95\,\%", "reference", lambda _, row: row.difference.interval if row.difference else None, False
-    ),
-    "effect": Column("$r$", "reference", _effect, False),
-    "p": Column("$p$", "reference", _p, False),
-    "english": Column("English", "languages", lambda _, row: row.english),
-    "languages": Column("all", "languages", lambda _, row: row.all_languages),
-    "understanding": Column("other tasks", "languages", lambda _, row: row.understanding, is_share=True),
-    "fidelity": Column("in language", "languages", lambda _, row: row.fidelity, is_share=True),
-    "papers-mean": Column("mean", "papers", lambda _, row: row.papers.mean if row.papers else None),
-    "papers-max": Column("max", "papers", lambda _, row: row.papers.max if _has_several(row.papers) else None),
-    "error": Column(
-        r"$\Delta W$ error",
-        "",
-        lambda _, row: None if row.relative_error is None else _error(row.relative_error),
-        False,
-    ),
+    "n": Column("$n$", "units", lambda _, row: str(len(row.chosen)), is_score=False),
+    "min": Column("min", "units", _of_several("spread", "spread.min")),
+    "mean": Column("mean", "units", _of("spread.mean")),
+    "stderr": Column("s.e.", "units", _of("spread.stderr"), is_score=False),
+    "max": Column("max", "units", _of_several("spread", "spread.max")),
+    "ci": Column(r"95\,\%", "units", _of("interval"), is_score=False),
+    "difference": Column(r"$\Delta$", "reference", _of("difference.mean")),
+    "interval": Column(r"95\,\%", "reference", _of("difference.interval"), is_score=False),
+    "effect": Column("$r$", "reference", _effect, is_score=False),
+    "p": Column("$p$", "reference", _p, is_score=False),
+    "english": Column("English", "languages", _of("english")),
+    "languages": Column("all", "languages", _of("all_languages")),
+    "understanding": Column("other tasks", "languages", _of("understanding"), is_share=True),
+    "fidelity": Column("in language", "languages", _of("fidelity"), is_share=True),
+    "papers-mean": Column("mean", "papers", _of("papers.mean")),
+    "papers-max": Column("max", "papers", _of_several("papers", "papers.max")),
+    "error": Column(r"$\Delta W$ error", "", _relative_error, is_score=False),
 }
 """The columns that a table can show, by their names in `TableStyle.columns`."""
 
@@ -185,42 +226,68 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     style = style or TableStyle()
     _check(report, style)
     targets = report.targets if target is None else (target,)
-    default = ["mean", "max"]
-    if len(targets) == 1:
-        default = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
-        if targets[0].languages:
-            default += ["english", "languages"]
-        if targets[0].chosen:  # otherwise it is the mean again
-            default += ["papers-mean", "papers-max"]
-    if not any(_has_several(row.spread) for each in targets for row in each.rows):
-        default = [name for name in default if name not in ("n", "min", "max", "papers-max")]
-    shown = [list(each.rows) if style.rows is None else _ordered(each.rows, style.rows) for each in targets]
-    rows = [row for of_target in shown for row in of_target]
-    filled = [name for name in default if any(COLUMNS[name].value(report, row) is not None for row in rows)]
-    columns = style.columns or filled
-    lines = {row.label: [_tex(row.label)] for row in (rows if style.rows is None else _ordered(rows, style.rows))}
+
+    # The rows of each target, and the columns
+    shown = []
+    for each in targets:
+        shown.append(list(each.rows) if style.rows is None else _ordered(each.rows, style.rows))
+    rows = list(chain.from_iterable(shown))
+    columns = style.columns or _default_columns(report, targets, rows)
+
+    # A line for each row, which has cells for each target
+    in_order = rows if style.rows is None else _ordered(rows, style.rows)
+    lines = {row.label: [_tex(row.label)] for row in in_order}
     for each, of_target in zip(targets, shown, strict=True):
         for name in columns:
             cells = _cells(report, each, of_target, COLUMNS[name], style.percent)
             for label, line in lines.items():
                 line.append(cells.get(label, "--"))
+
     spec = f"l{'r' * len(columns) * len(targets)}"
     head = _head(report, targets, columns)
     body = [f"{' & '.join(line)} \\\\" for line in lines.values()]
-    metrics = "; ".join(
-        dict.fromkeys(f"{_tex(report.labels.task(each.task))} ({_tex(each.metric)})" for each in targets)
-    )
-    caption = f"{metrics} over {report.units}. {_how(report, targets, columns, style)}{_reduced(rows)}"
-    return _table(style, spec, head, body, caption if style.caption is None else style.caption)
+    caption = style.caption
+    if caption is None:
+        metrics = dict.fromkeys(f"{_tex(report.labels.task(each.task))} ({_tex(each.metric)})" for each in targets)
+        how = _how(report, targets, columns, style)
+        caption = f"{'; '.join(metrics)} over {report.units}. {how}{_reduced(rows)}"
+    return _table(style, spec, head, body, caption)
+
+
+def _default_columns(report: Report, targets: Sequence[Target], rows: Sequence[MethodRow]) -> list[str]:
+    """The columns of a table without `columns`: those that show something."""
+    names = ["mean", "max"]
+    if len(targets) == 1:
+        names = ["n", "min", "mean", "stderr", "max", "difference", "interval"]
+        if targets[0].languages:
+            names += ["english", "languages"]
+        if targets[0].chosen:  # otherwise it is the mean again
+            names += ["papers-mean", "papers-max"]
+
+    # One unit needs no number of units. The rows that are not shown count too.
+    every_row = chain.from_iterable(each.rows for each in targets)
+    if not any(_has_several(row.spread) for row in every_row):
+        names = [name for name in names if name not in ("n", "min", "max", "papers-max")]
+
+    return [name for name in names if any(COLUMNS[name].value(report, row) is not None for row in rows)]
 
 
 def _check(report: Report, style: TableStyle) -> None:
-    rows = [row for target in report.targets for row in target.rows]
-    row_names = list(dict.fromkeys(name for row in rows for name in (row.family, row.label)))
-    _check_names("row", style.rows, row_names)
-    for target in report.targets if style.percent else ():
-        spreads = [spread for row in target.rows for spread in (row.spread, row.papers) if spread is not None]
-        beyond = [value for spread in spreads for value in (spread.min, spread.max) if not 0 <= value <= 1]
+    names: dict[str, None] = {}
+    for target in report.targets:
+        for row in target.rows:
+            names |= dict.fromkeys((row.family, row.label))
+    _check_names("row", style.rows, list(names))
+
+    if not style.percent:
+        return
+    for target in report.targets:
+        values = []
+        for row in target.rows:
+            for spread in (row.spread, row.papers):
+                if spread is not None:
+                    values += [spread.min, spread.max]
+        beyond = [value for value in values if not 0 <= value <= 1]
         if beyond:
             raise ArgumentError(
                 f"{target.task} has a score of {beyond[0]:g}; only scores from 0 to 1 can be shown in percent",
@@ -249,13 +316,21 @@ def _is_balanced(text: str) -> bool:
 
 def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str], caption: str) -> str:
     environment = "table*" if style.wide else "table"
-    printed = "".join([caption, *head, *body])
-    rare = "".join(sorted({*_RARE.findall(printed)}))
+    size, space = r"\small", "4pt"
+    if len(spec) > _MANY:
+        size, space = r"\footnotesize", "3pt"
+
+    # pdfLaTeX stops at characters that it cannot print.
+    needs = r"% needs \usepackage{booktabs,graphicx}"
+    rare = "".join(sorted({*_RARE.findall("".join([caption, *head, *body]))}))
+    if rare:
+        needs += f", and XeLaTeX or LuaLaTeX for {rare}"
+
     lines = [
-        "% needs \\usepackage{booktabs,graphicx}" + (f", and XeLaTeX or LuaLaTeX for {rare}" if rare else ""),
+        needs,
         f"\\begin{{{environment}}}[t]",
-        r"\centering\small" if len(spec) <= _MANY else r"\centering\footnotesize",
-        r"\setlength{\tabcolsep}{4pt}" if len(spec) <= _MANY else r"\setlength{\tabcolsep}{3pt}",
+        rf"\centering{size}",
+        rf"\setlength{{\tabcolsep}}{{{space}}}",
         r"\sbox0{%",
         f"\\begin{{tabular}}{{@{{}}{spec}@{{}}}}",
         r"\toprule",
@@ -266,14 +341,25 @@ def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str
         r"\end{tabular}}%",
         r"\ifdim\wd0>\linewidth\resizebox{\linewidth}{!}{\usebox0}\else\usebox0\fi",
         f"\\caption{{{caption}}}",
-        *([] if style.label is None else [f"\\label{{{style.label}}}"]),
-        f"\\end{{{environment}}}",
     ]
-    return "\n".join(lines) + "\n"
+    if style.label is not None:
+        lines.append(f"\\label{{{style.label}}}")
+    return "\n".join([*lines, f"\\end{{{environment}}}"]) + "\n"
 
 
 def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> list[str]:
     """The lines above the body: the targets if there are several, the groups of columns, and the columns' own heads."""
+    lines = []
+    if len(targets) > 1:
+        languages = [target.language for target in targets]
+        titles = []
+        for target in targets:
+            title = report.labels.tasks.get(target.task)
+            if not title and languages.count(target.language) == 1:
+                title = target.language  # short, and no other target has it
+            titles.append([_tex(title or target.task)] * len(columns))
+        lines += _spanning(titles)
+
     groups = {
         "units": f"over {report.units}",
         "reference": f"against {_tex(report.reference)}",
@@ -284,16 +370,9 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
     if _is_single(columns):
         groups["reference"] = ""
     names = [groups[COLUMNS[name].group] for name in columns]
-    lines = []
-    if len(targets) > 1:
-        languages = Counter(target.language for target in targets)
-        titles = [
-            report.labels.tasks.get(each.task) or (languages[each.language] == 1 and each.language) or each.task
-            for each in targets
-        ]
-        lines += _spanning([[_tex(title)] * len(columns) for title in titles])
     if any(names) and (len(targets) == 1 or len({*names}) > 1):
         lines += _spanning([names] * len(targets))
+
     heads = [COLUMNS[name].head for name in columns] * len(targets)
     return [*lines, f"method & {' & '.join(heads)} \\\\"]
 
@@ -305,7 +384,9 @@ def _is_single(columns: Sequence[str]) -> bool:
 
 def _spanning(heads: Sequence[Sequence[str]]) -> list[str]:
     """A line of heads and the rules below it; equal neighbours within a target share one head."""
-    cells, rules, place = [], [], 2
+    cells = []
+    rules = []
+    place = 2  # the first column has the methods
     for of_target in heads:
         for head, columns in groupby(of_target):
             size = len(list(columns))
@@ -334,11 +415,16 @@ def _cells(report: Report, target: Target, rows: Sequence[MethodRow], column: Co
         if value is None:
             texts.append("--")
         elif isinstance(value, tuple):
-            texts.append(f"[{', '.join(_number(end, percent=percent) for end in value)}]")
+            low, high = value
+            texts.append(f"[{_number(low, percent=percent)}, {_number(high, percent=percent)}]")
+        elif isinstance(value, str):
+            texts.append(value)
         else:
-            texts.append(value if isinstance(value, str) else _number(value, percent=percent))
-    marked = _marked(texts, higher=target.higher_is_better or column.is_share) if column.is_score else texts
-    return dict(zip((row.label for row in rows), marked, strict=True))
+            texts.append(_number(value, percent=percent))
+
+    if column.is_score:
+        texts = _marked(texts, higher=target.higher_is_better or column.is_share)
+    return {row.label: text for row, text in zip(rows, texts, strict=True)}
 
 
 def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
@@ -347,47 +433,53 @@ def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
     ordered = sorted(set(values.values()), reverse=higher)
     if len(ordered) < 2:
         return list(texts)
-    marks = {ordered[0]: "\\textbf", **({ordered[1]: "\\underline"} if len(ordered) > 2 else {})}
 
-    def mark(text: str) -> str:
-        command = marks.get(values[text]) if text in values else None
-        if command is None:
-            return text
-        return f"$\\mathbf{{{text[1:-1]}}}$" if text[0] == "$" and command == "\\textbf" else f"{command}{{{text}}}"
-
-    return [mark(text) for text in texts]
+    marked = []
+    for text in texts:
+        value = values.get(text)
+        if value == ordered[0]:
+            # A negative number is in math mode, where \textbf does nothing.
+            marked.append(f"$\\mathbf{{{text[1:-1]}}}$" if text[0] == "$" else f"\\textbf{{{text}}}")
+        elif value == ordered[1] and len(ordered) > 2:
+            marked.append(f"\\underline{{{text}}}")
+        else:
+            marked.append(text)
+    return marked
 
 
 def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], style: TableStyle) -> str:
     """How the numbers in these columns were computed, once for all targets or, if they differ, for each target."""
-    parts = ["In percent."] * style.percent
+    parts = []
+    if style.percent:
+        parts.append("In percent.")
     parts += _by_target(report, targets, _documents)
-    parts += [f"Compared with {_tex(report.reference)}."] * _is_single(columns)
-    if "stderr" in columns and not all(target.of_corpus for target in targets):
-        draws = dict.fromkeys(target.group or "documents" for target in targets if not target.of_corpus)
+    if _is_single(columns):
+        parts.append(f"Compared with {_tex(report.reference)}.")
+
+    draws = dict.fromkeys(target.group or "documents" for target in targets if not target.of_corpus)
+    if "stderr" in columns and draws:
         parts.append(f"s.e.: standard error over {_tex(' and '.join(draws))}.")
     if {"ci", "interval"} & {*columns}:
         parts += _by_target(report, targets, _intervals)
-    if "p" in columns:
+
+    if "p" in columns and report.why_no_wilcoxon:
+        parts.append(f"{_tex(report.why_no_wilcoxon)}.")
+    elif "p" in columns:
+        settings = "settings"
+        if report.ranking is not None and report.ranking.over_groups:
+            settings = _tex(report.ranking.group or settings)
         parts.append(
-            f"{_tex(report.why_no_wilcoxon)}."
-            if report.why_no_wilcoxon
-            else f"$p$: Wilcoxon's signed-rank test over {_settings(report)}, corrected by Holm's method."
+            f"$p$: Wilcoxon's signed-rank test over the {settings} of all targets, corrected by Holm's method."
         )
     if "effect" in columns:
         parts.append("$r$: rank-biserial correlation of matched pairs.")
+
     if {"papers-mean", "papers-max"} & {*columns}:
         parts.append("Papers' protocol: all documents; for a selected row, the configuration that is best on them.")
     if any(COLUMNS[name].is_score for name in columns):
         parts.append("Bold: best of a column; underlined: second.")
-    parts += _by_target(report, targets, lambda target: "" if target.higher_is_better else "Lower is better.")
-    return " ".join(part for part in parts if part)
-
-
-def _settings(report: Report) -> str:
-    if report.ranking is not None and report.ranking.over_groups:
-        return f"the {_tex(report.ranking.group or '')} of all targets"
-    return "the settings of all targets"
+    parts += _by_target(report, targets, _direction)
+    return " ".join(filter(None, parts))
 
 
 def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
@@ -401,7 +493,9 @@ def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Ta
 def _documents(target: Target) -> str:
     if target.of_corpus:
         return f"Corpus-level scores, {target.report} documents."
-    return f"Selected on {target.select} documents, reported on {target.report} others." if target.select else ""
+    if target.select:
+        return f"Selected on {target.select} documents, reported on {target.report} others."
+    return ""
 
 
 def _intervals(target: Target) -> str:
@@ -410,19 +504,32 @@ def _intervals(target: Target) -> str:
     return f"95\\,\\%: intervals over {_tex(resampled(target))}, not corrected for the number of rows."
 
 
+def _direction(target: Target) -> str:
+    return "" if target.higher_is_better else "Lower is better."
+
+
 def _reduced(rows: Sequence[MethodRow]) -> str:
     """A sentence about methods whose compositions were reduced to a lower rank; empty if there are none."""
-    reduced: dict[str, list[float]] = {}
+    largest: dict[str, float] = {}
     for row in rows:
         if row.relative_error is not None:
-            reduced.setdefault(row.label, []).append(row.relative_error)
-    errors = [f"{_tex(label)} {_error(max(values))}" for label, values in reduced.items()]
-    sentence = " Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$: "
-    return f"{sentence}{'; '.join(errors)}." if errors else ""
+            largest[row.label] = max(row.relative_error, largest.get(row.label, row.relative_error))
+    if not largest:
+        return ""
+
+    errors = [f"{_tex(label)} {_error(error)}" for label, error in largest.items()]
+    what = "Reduced to a lower rank, with the largest relative error of a module's $\\Delta W$"
+    return f" {what}: {'; '.join(errors)}."
 
 
 def _number(value: float, *, percent: bool = False) -> str:
-    text = f"{100 * value:.1f}" if percent else f"{value:.3f}" if abs(value) <= 1 else f"{value:.1f}"
+    if percent:
+        text = f"{100 * value:.1f}"
+    elif abs(value) <= 1:
+        text = f"{value:.3f}"
+    else:
+        text = f"{value:.1f}"
+
     if float(text) == 0:
         return text.removeprefix("-")
     return f"${text}$" if value < 0 else text

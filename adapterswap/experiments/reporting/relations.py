@@ -198,8 +198,8 @@ def _scores_of_units(
         task = run.tasks[setting[0]]
         scores = []
         for of_family in cells:
-            values = [value for result in of_family[setting] if (value := score(result, task)) is not None]
-            scores.append(_signed_mean(values, task))
+            values = [score(result, task) for result in of_family[setting]]
+            scores.append(_signed_mean([value for value in values if value is not None], task))
         trained.setdefault((setting[0], unit), []).append(scores)
 
     # A mean over the checkpoints of a ladder is one setting.
@@ -252,7 +252,8 @@ def _overall_p(ranks: Ranks) -> float:
 
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
     families = dict.fromkeys(choice.family for choice in all_choices)
-    return [choice for family in families if (choice := table_choice(all_choices, family)) is not None]
+    found = [table_choice(all_choices, family) for family in families]
+    return [choice for choice in found if choice is not None]
 
 
 def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
@@ -263,7 +264,7 @@ def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
     """The mean score of a choice's cells that match `unit`."""
-    values = [score(choice.cells[other], task) for _, _, other in matching([unit], choice.cells)]
+    values = [score(result, task) for result in _scored_at(unit, choice, task)]
     present = [value for value in values if value is not None]
     return sum(present) / len(present) if present else None
 
@@ -275,36 +276,48 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     chance on shared documents would look like a correlation. A point is an expert; a point for every pair would count
     each expert many times.
     """
-    shown = _one_per_family(choices(run, target))
-    corrected = []
-    for merged in shown:
+    families = dict.fromkeys(result.cell.family for result in run.results)
+    experts = [family for family in families if family.endswith(" expert")]
+
+    found = []
+    for merged in _one_per_family(choices(run, target)):
         if any(is_single(result.cell) for result in merged.cells.values()):
             continue
         computed: list[Indicator] = []
-        for family in dict.fromkeys(result.cell.family for result in run.results):
-            if not family.endswith(" expert"):
-                continue
-            own = {result.cell.unit: result for result in run.results if result.cell.family == family}
-            means = {unit: mean for unit in own if (mean := _mean_at(unit, merged, target)) is not None}
-            for signal in run.tasks.values():
-                part = "select" if has_split(signal) else "all"
-                points = [
-                    ("+".join(filter(None, unit)), value, mean)
-                    for unit, mean in means.items()
-                    if (value := score(own[unit], signal, part)) is not None
-                ]
-                if len(points) > 1:
-                    numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
-                    if len({*as_trained(means, run)}) < len(means):  # checkpoints of one run are not independent
-                        numbers = replace(numbers, pearson_p=None, spearman_p=None)
-                    computed.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
+        for family in experts:
+            computed += _of_experts(run, target, merged, family)
+
         pearson = _corrected([indicator.correlation.pearson_p for indicator in computed])
         spearman = _corrected([indicator.correlation.spearman_p for indicator in computed])
-        corrected += [
-            replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p)
-            for indicator, pearson_p, spearman_p in zip(computed, pearson, spearman, strict=True)
-        ]
-    return corrected
+        for indicator, pearson_p, spearman_p in zip(computed, pearson, spearman, strict=True):
+            found.append(replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p))
+    return found
+
+
+def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list[Indicator]:
+    """The correlations of one row with the experts of a side, on every task."""
+    own = {result.cell.unit: result for result in run.results if result.cell.family == family}
+    means: dict[Unit, float] = {}
+    for unit in own:
+        mean = _mean_at(unit, merged, target)
+        if mean is not None:
+            means[unit] = mean
+
+    found = []
+    for signal in run.tasks.values():
+        part = "select" if has_split(signal) else "all"
+        points = []
+        for unit, mean in means.items():
+            value = score(own[unit], signal, part)
+            if value is not None:
+                points.append(("+".join(filter(None, unit)), value, mean))
+        if len(points) < 2:
+            continue
+        numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
+        if len({*as_trained(means, run)}) < len(means):  # checkpoints of one run are not independent
+            numbers = replace(numbers, pearson_p=None, spearman_p=None)
+        found.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
+    return found
 
 
 def _corrected(p_values: list[float | None]) -> list[float | None]:
@@ -315,11 +328,13 @@ def _corrected(p_values: list[float | None]) -> list[float | None]:
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     """Every landscape of bottom and top layers, or of the checkpoints of two ladders, with at least two cells."""
-    values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
     votes: Counter[str] = Counter()
     for choice in choices(run, target):
         if choice.kind == "selected":
             votes.update(result.cell.cell for result in choice.cells.values())
+
+    # (family, other settings) → (bottom, top) → the scores of units, and how many units selected it
+    values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
     selected: Counter[tuple[str, str, int, int]] = Counter()
     layers = run.described.get("num_layers")
     for result in run.results:
@@ -331,20 +346,16 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
         key = result.cell.family, settings
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]
-    zones = [
-        ZoneGrid(
-            target.name,
-            family,
-            settings,
-            tuple(
-                GridCell(bottom, top, sum(means) / len(means), len(means), selected[family, settings, bottom, top])
-                for (bottom, top), means in sorted(by_zone.items())
-            ),
-        )
-        for (family, settings), by_zone in values.items()
-        if len(by_zone) > 1
-    ]
-    return [*zones, *_ladder_grids(run, target)]
+
+    found = []
+    for (family, settings), by_zone in values.items():
+        if len(by_zone) > 1:
+            cells = []
+            for (bottom, top), means in sorted(by_zone.items()):
+                mean = sum(means) / len(means)
+                cells.append(GridCell(bottom, top, mean, len(means), selected[family, settings, bottom, top]))
+            found.append(ZoneGrid(target.name, family, settings, tuple(cells)))
+    return [*found, *_ladder_grids(run, target)]
 
 
 def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
@@ -361,16 +372,11 @@ def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
             if task in steps and language in steps and mean is not None:
                 (one, bottom), (other, top) = steps[task], steps[language]
                 pairs.setdefault((one, other), []).append(GridCell(bottom, top, mean, 1, 0))
-        found += [
-            ZoneGrid(target.name, choice.label, "", tuple(sorted(cells, key=_place)), ladders)
-            for ladders, cells in pairs.items()
-            if len(cells) > 1
-        ]
+        for ladders, cells in pairs.items():
+            if len(cells) > 1:
+                in_order = tuple(sorted(cells, key=lambda cell: (cell.bottom, cell.top)))
+                found.append(ZoneGrid(target.name, choice.label, "", in_order, ladders))
     return found
-
-
-def _place(cell: GridCell) -> tuple[int, int]:
-    return cell.bottom, cell.top
 
 
 def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:

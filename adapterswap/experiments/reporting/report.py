@@ -47,7 +47,7 @@ from adapterswap.experiments.sweeps.recording import Preregistration
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, DataError, Problems, did_you_mean
 
-_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains"}
+_NOT_OPTIONS = {"task", "language", "allocation", "allow_negative", "chains", "full_rank"}
 _SETTINGS = ("num_fewshot", "limit", "batch_size", "max_gen_toks", "system_instruction", "dtype")
 _FLAGS = ("apply_chat_template", "truncate", "language_fidelity", "confirm_run_unsafe_code")
 
@@ -57,41 +57,52 @@ def compose_command(run: Run, cell: Cell) -> str | None:
 
     None if the cell composes nothing or is a reset.
     """
-    content = cell.composition
     experts = run.described.get("experts", {})
-    chains = content.get("chains", {})
-    named = dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts))
-    expert_names = [part for name in named for part in chains.get(name, [name])]
+    chains = cell.composition.get("chains", {})
+    expert_names: list[str] = []
+    for name in dict.fromkeys((*cell.task_expert, *cell.language_expert, *cell.other_experts)):
+        expert_names += chains.get(name, [name])
     if is_single(cell) or not experts.keys() >= {*expert_names}:
         return None
-    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
+
+    content = cell.composition
     owners = {key: content[key] for key in ("tokenizer", "config_from") if key in content}
+    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
     if "allocation" in content or chains or {*owners.values()} - {BASE}:  # with -t and -l, names are those of folders
-        rules = content.get("allocation")
-        if rules is None:
-            composition, full = cell.parsed, any("files" in experts[name] for name in expert_names)
-            assert composition is not None
-            rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
-            content = owners | {
-                key: content[key] for key in ("row_threshold", "seed", "allow_negative") if key in content
-            }
         for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
-        words += [word for name, parts in chains.items() for word in ("--chain", f"{name}={','.join(parts)}")]
-        for rule in rules:
+        for name, parts in chains.items():
+            words += ["--chain", f"{name}={','.join(parts)}"]
+        for rule in _rules(run, cell, any("files" in experts[name] for name in expert_names)):
             words += ["--rule", Rule.text_of(rule)]
+        if "allocation" not in content:  # the rules say the rest
+            kept = ("row_threshold", "seed", "allow_negative")
+            content = owners | {key: content[key] for key in kept if key in content}
     elif not cell.task_expert or not cell.language_expert:
         return None
     else:
-        for option, names in (("-t", cell.task_expert), ("-l", cell.language_expert)):
-            for name in names:
-                words += [option, _source(experts[name])]
+        for name in cell.task_expert:
+            words += ["-t", _source(experts[name])]
+        for name in cell.language_expert:
+            words += ["-l", _source(experts[name])]
+
     words += ["--base-model", _source(run.described["base_model"])]
     for key, value in {**content, **cell.output}.items():
-        if key not in _NOT_OPTIONS | {"full_rank"} and (key, value) != ("method", "layer_swap"):
+        if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):
             words += words_of(key, value)
-    words += ["--allow-negative"] if content.get("allow_negative") else []
+    if content.get("allow_negative"):
+        words.append("--allow-negative")
     return shlex.join([*words, "--out-path", cell.cell])
+
+
+def _rules(run: Run, cell: Cell, full: bool) -> Sequence[Any]:
+    """The rules of a cell as data: its own, or those that its zones mean."""
+    if "allocation" in cell.composition:
+        own: Sequence[Any] = cell.composition["allocation"]
+        return own
+    composition = cell.parsed
+    assert composition is not None
+    return [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
 
 
 def evaluate_command(run: Run, cell: Cell) -> str:
@@ -102,29 +113,46 @@ def evaluate_command(run: Run, cell: Cell) -> str:
     settings: Mapping[str, Any] = run.described.get("settings", {})
     if "loglikelihood" not in (settings.get("engine") or {}):
         return _evaluate_command(run, cell, cell.tasks, settings)
+
     values = next(result.results for result in run.results if result.cell.cell == cell.cell)
-    generated = tuple(task for task in cell.tasks if values[task].cut is not None)
-    others = tuple(task for task in cell.tasks if task not in generated)
-    parts = (generated, settings), (others, {**settings, **settings.get("loglikelihood", {}), "engine": None})
-    return "\n".join(_evaluate_command(run, cell, tasks, own) for tasks, own in parts if tasks)
+    generated = [task for task in cell.tasks if values[task].cut is not None]
+    compared = [task for task in cell.tasks if values[task].cut is None]
+    lines = []
+    if generated:
+        lines.append(_evaluate_command(run, cell, generated, settings))
+    if compared:
+        own = {**settings, **settings.get("loglikelihood", {}), "engine": None}
+        lines.append(_evaluate_command(run, cell, compared, own))
+    return "\n".join(lines)
 
 
 def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapping[str, Any]) -> str:
-    base_model = ["--base-model", _source(run.described["base_model"]), "--adapter", cell.cell]
-    words = ["adapterswap", "evaluate", *(["--base-model", cell.cell] if _is_merged(run, cell) else base_model)]
+    words = ["adapterswap", "evaluate", "--base-model"]
+    if _is_merged(run, cell):
+        words.append(cell.cell)
+    else:
+        words += [_source(run.described["base_model"]), "--adapter", cell.cell]
     words += ["--tasks", ",".join(tasks)]
+
+    # Settings that are options of the same name
     for key in _SETTINGS:
         if settings.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(settings[key])]
     words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
-    if engine := settings.get("engine"):
+
+    # The others
+    engine = settings.get("engine")
+    if engine:
         words += ["--engine", engine["name"]]
-        words += [word for key, value in engine["arguments"].items() for word in ("--engine-args", f"{key}={value}")]
-    if own_tasks := run.described["recipe"].get("settings", {}).get("include_path"):
+        for key, value in engine["arguments"].items():
+            words += ["--engine-args", f"{key}={value}"]
+    own_tasks = run.described["recipe"].get("settings", {}).get("include_path")
+    if own_tasks:
         words += ["--include-path", str(own_tasks)]
     if settings.get("seed", Settings.seed) != Settings.seed:
         words += ["--sampling-seed", str(settings["seed"])]
-    if generation := settings.get("gen_kwargs"):
+    generation = settings.get("gen_kwargs")
+    if generation:
         words += ["--gen-kwargs", ",".join(f"{key}={value}" for key, value in generation.items())]
     return shlex.join(words)
 
@@ -207,26 +235,24 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
     if common is None:
         return None
     unit, cells = common
+
+    # The documents on which the first is better, and worse
     first, second = (cell.results[task.name].docs for cell in cells[:2])
     sign = 1 if task.higher_is_better else -1
-    differences = {doc: sign * (first[doc] - second[doc]) for doc in reported(task) if doc in first and doc in second}
-    better = [doc for doc, difference in differences.items() if difference > 0]
-    worse = [doc for doc, difference in differences.items() if difference < 0]
+    better = []
+    worse = []
+    for doc in reported(task):
+        if doc in first and doc in second:
+            difference = sign * (first[doc] - second[doc])
+            if difference > 0:
+                better.append(doc)
+            elif difference < 0:
+                worse.append(doc)
+
+    labels = [choice.label for choice in shown]
     chosen = [*_spaced(better), *_spaced(worse)]
-    examples: list[AnswerExample] = []
-    answers = [run.samples(cell.cell) for cell in cells] if chosen else []
-    questions = run.questions(task.name, cells[0].cell) if chosen else None
-    if questions is not None and None not in answers:
-        samples = [{row["doc_id"]: row for row in rows or () if row["task"] == task.name} for rows in answers]
-        labels = [choice.label for choice in shown]
-        examples = [
-            _example(doc, questions.get(doc), labels, [rows[doc] for rows in samples], cells, task)
-            for doc in chosen
-            if all(doc in rows for rows in samples)
-        ]
-    return Disagreements(
-        task.name, task.language, unit, shown[0].label, shown[1].label, len(better), len(worse), tuple(examples)
-    )
+    examples = _examples(run, task, cells, labels, chosen) if chosen else []
+    return Disagreements(task.name, task.language, unit, labels[0], labels[1], len(better), len(worse), tuple(examples))
 
 
 def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResult]] | None:
@@ -242,6 +268,28 @@ def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResu
         if len(cells) == len(shown):
             return unit, cells
     return None
+
+
+def _examples(
+    run: Run, task: TaskInfo, cells: Sequence[CellResult], labels: Sequence[str], documents: Sequence[int]
+) -> list[AnswerExample]:
+    """What the cells answered on these documents; empty if their folders do not have it."""
+    questions = run.questions(task.name, cells[0].cell)
+    if questions is None:
+        return []
+    samples = []
+    for cell in cells:
+        rows = run.samples(cell.cell)
+        if rows is None:
+            return []
+        samples.append({row["doc_id"]: row for row in rows if row["task"] == task.name})
+
+    examples = []
+    for doc in documents:
+        if all(doc in rows for rows in samples):
+            answers = [rows[doc] for rows in samples]
+            examples.append(_example(doc, questions.get(doc), labels, answers, cells, task))
+    return examples
 
 
 def _spaced(documents: list[int]) -> list[int]:
@@ -260,55 +308,72 @@ def _example(
     task: TaskInfo,
 ) -> AnswerExample:
     prompt, choices = question or ("", ())
-    outputs = tuple(
-        Output(
-            label,
-            _text(row["output"]),
-            {}
-            if _likelihoods(row["output"])
-            else {str(name): _text(answer) for name, answer in row["answers"].items()},
-            cell.results[task.name].docs.get(doc),
-            _scored(choices, _likelihoods(row["output"]), task.primary[0]),
-        )
-        for label, row, cell in zip(labels, rows, cells, strict=True)
-    )
+    outputs = []
+    for label, row, cell in zip(labels, rows, cells, strict=True):
+        likelihoods = _likelihoods(row["output"])
+        answers = {}
+        if not likelihoods:
+            answers = {str(name): _text(answer) for name, answer in row["answers"].items()}
+        score = cell.results[task.name].docs.get(doc)
+        scored = _scored(choices, likelihoods, task.primary[0])
+        outputs.append(Output(label, _text(row["output"]), answers, score, scored))
+
     target = _text(rows[0]["target"])
     if target.isdecimal() and int(target) < len(choices):  # the harness reads a number as the place of a choice
         target = choices[int(target)]
-    return AnswerExample(doc, _question(prompt), target, outputs)
+
+    # Of a prompt, only the question after the shots
+    last = prompt.rstrip().rpartition("\n\n")[2]
+    if len(last) > _LONGEST:
+        last = f"…{last[-_LONGEST:]}"
+    return AnswerExample(doc, last, target, tuple(outputs))
 
 
 def _scored(choices: Sequence[str], likelihoods: Sequence[tuple[float, bool]], metric: str) -> tuple[ScoredChoice, ...]:
     """The choices with their likelihoods; empty if they do not belong together."""
     if not choices or len(choices) != len(likelihoods):
         return ()
-    sums = [likelihood for likelihood, _ in likelihoods]
-    lengths = [len(text) or 1 if metric == "acc_norm" else 1 for text in choices]
-    compared = [likelihood / length for likelihood, length in zip(sums, lengths, strict=True)]
+
+    compared = []
+    for text, (likelihood, _) in zip(choices, likelihoods, strict=True):
+        length = len(text) if metric == "acc_norm" else 1
+        compared.append(likelihood / (length or 1))
     chosen = compared.index(max(compared))
-    return tuple(
-        ScoredChoice(text, likelihood, place == chosen)
-        for place, (text, likelihood) in enumerate(zip(choices, sums, strict=True))
-    )
 
-
-def _question(prompt: str) -> str:
-    """The last paragraph of a prompt, which is the question after the shots."""
-    last = prompt.rstrip().rpartition("\n\n")[2]
-    return last if len(last) <= _LONGEST else f"…{last[-_LONGEST:]}"
+    scored = []
+    for place, (text, (likelihood, _)) in enumerate(zip(choices, likelihoods, strict=True)):
+        scored.append(ScoredChoice(text, likelihood, place == chosen))
+    return tuple(scored)
 
 
 def _likelihoods(output: Any) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods."""
-    pairs = output if isinstance(output, list) and output and isinstance(output[0], list) else [output]
-    are_pairs = [isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], bool) for pair in pairs]
-    return [(float(likelihood), greedy) for likelihood, greedy in pairs] if all(are_pairs) else []
+    """(log-likelihood, whether greedy decoding produces it) of each continuation, as lm-eval records likelihoods.
+
+    Empty if the output is something else.
+    """
+    pairs = [output]
+    if isinstance(output, list) and output and isinstance(output[0], list):
+        pairs = output
+
+    likelihoods = []
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[1], bool):
+            return []
+        likelihoods.append((float(pair[0]), pair[1]))
+    return likelihoods
 
 
 def _text(value: Any) -> str:
-    if likelihoods := _likelihoods(value):
-        lines = [f"log-likelihood {likelihood:.2f}{', greedy' if greedy else ''}" for likelihood, greedy in likelihoods]
-        return lines[0] if len(lines) == 1 else "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
+    likelihoods = _likelihoods(value)
+    if likelihoods:
+        lines = []
+        for likelihood, is_greedy in likelihoods:
+            line = f"log-likelihood {likelihood:.2f}"
+            lines.append(f"{line}, greedy" if is_greedy else line)
+        if len(lines) == 1:
+            return lines[0]
+        return "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
+
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = text.strip()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
@@ -333,15 +398,19 @@ class Labels:
 
     def check(self, run: Run) -> None:
         """Refuse labels of what the run does not have."""
+        experts: dict[str, None] = {}
+        for cell in run.cells:
+            for side in cell.unit:
+                if side is not None:
+                    experts |= dict.fromkeys(side.split("+"))
+
         problems = Problems(ArgumentError)
-        experts = [part for cell in run.cells for side in cell.unit if side is not None for part in side.split("+")]
-        known = {"task_label": (self.tasks, "task", [*run.tasks]),
-                 "expert_label": (self.experts, "expert", list(dict.fromkeys(experts)))}  # fmt: skip
-        for parameter, (labels, kind, names) in known.items():
+        known = (("task", self.tasks, list(run.tasks)), ("expert", self.experts, list(experts)))
+        for kind, labels, names in known:
             for name in labels:
                 if name not in names:
                     remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
-                    problems.add(f"The run has no {kind} {name!r}", remedy, parameter=parameter)
+                    problems.add(f"The run has no {kind} {name!r}", remedy, parameter=f"{kind}_label")
         problems.raise_if_any()
 
     def task(self, name: str) -> str:
@@ -421,11 +490,13 @@ class Report:
     @property
     def untested(self) -> list[str]:
         """Why p-values and intervals are missing, in sentences."""
-        ranks = self.ranking.ranks if self.ranking is not None else None
         lines = []
+        ranks = None if self.ranking is None else self.ranking.ranks
         if ranks is not None and ranks.p is None and ranks.statistic is not None:
             lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
-        lines += [self.why_no_wilcoxon] if self.why_no_wilcoxon else []
+        if self.why_no_wilcoxon:
+            lines.append(self.why_no_wilcoxon)
+
         for target in self.targets:
             lines += [f"{self.labels.task(target.task)}: {sentence}" for sentence in target.untested]
         return lines
@@ -449,22 +520,22 @@ class Report:
     @property
     def why_no_wilcoxon(self) -> str:
         """Why there is no p of Wilcoxon's test; empty if there is one, or if too few settings allow no test at all."""
-        ranks = self.ranking.ranks if self.ranking is not None else None
+        ranks = None if self.ranking is None else self.ranking.ranks
         if ranks is None or ranks.settings < MIN_UNITS or ranks.least <= LEVEL:
             return ""
-        comparisons = f" after Holm's correction for {ranks.tested} comparisons" if ranks.tested > 1 else ""
+        least = f"{ranks.least:.2g}"
+        if ranks.tested > 1:
+            least += f" after Holm's correction for {ranks.tested} comparisons"
         return (
-            f"With {ranks.settings} settings, the p of Wilcoxon's test is at least {ranks.least:.2g}{comparisons}, "
+            f"With {ranks.settings} settings, the p of Wilcoxon's test is at least {least}, "
             "whatever the scores are, so it is left out"
         )
 
     def as_json(self) -> dict[str, Any]:
         """The content of summary.json: all numbers, but not the examples, whose text is not trusted."""
         content = asdict(self)
-        content["disagreements"] = [
-            {key: value for key, value in disagreement.items() if key != "examples"}
-            for disagreement in content["disagreements"]
-        ]
+        for disagreement in content["disagreements"]:
+            del disagreement["examples"]
         return {"format": REPORT_FORMAT, "adapterswap_version": __version__, **content}
 
 
@@ -494,12 +565,15 @@ def make_report(
     require("report")
     labels = labels or Labels()
     labels.check(source.run)
+
+    # What enters it
     recorded = with_units(source.run, units)
     source = replace(source, run=with_units(source.run.as_reported, units))
     run = source.run
     families = list(dict.fromkeys(result.cell.family for result in run.results))
     ranked = included_methods(run, methods)
-    reference = Preregistration.default_reference(ranked) if reference is None else reference
+    if reference is None:
+        reference = Preregistration.default_reference(ranked)
     if reference not in families:
         raise ArgumentError(
             f"The run has no method {reference!r}", f"Use one of: {', '.join(families)}", parameter="reference"
@@ -512,42 +586,54 @@ def make_report(
             "Run the sweep again; it resumes where it stopped",
             parameter="run",
         )
+
+    # What is computed for each target
     tables = [target_table(run, task, reference) for task in targets]
-    landscapes = [grid for task in targets for grid in grids(run, task)]
+    landscapes: list[ZoneGrid] = []
+    all_indicators: list[Indicator] = []
+    curves: list[SelectionCurve] = []
+    reduced: list[Truncations] = []
+    compared: list[Disagreements] = []
+    for task in targets:
+        landscapes += grids(run, task)
+        all_indicators += indicators(recorded, recorded.tasks[task.name])
+        curves += selection_curves(run, task)
+        reduced += truncations(run, task)
+        found = disagreements(run, task, _shown(choices(run, task), lead, reference))
+        if found is not None:
+            compared.append(found)
     if source.development and units is None:  # this landscape is a mean over all seeds
         landscapes.append(_development(source))
-    compared = [disagreements(run, task, _shown(choices(run, task), lead, reference)) for task in targets]
-    described = run.described
-    registered = _registered(source, reference, ranked, units)
-    ranks = ranking(run, targets, reference, ranked)
+
     remarks = source.remarks
     if units is not None:
         remarks = *remarks, f"This report covers only some of the run's {source.units}: {', '.join(units)}."
+    described = run.described
     return Report(
-        source.name,
-        source.kind,
-        source.units,
-        remarks,
-        reference,
-        lead,
-        len(run.cells),
-        len(run.results),
-        dict(Counter(cell.family for cell in run.unfinished)),
-        tuple(tables),
-        ranks,
-        tuple(indicator for task in targets for indicator in indicators(recorded, recorded.tasks[task.name])),
-        tuple(landscapes),
-        tuple(curve for task in targets for curve in selection_curves(run, task)),
-        tuple(truncation for task in targets for truncation in truncations(run, task)),
-        tuple(disagreement for disagreement in compared if disagreement is not None),
-        (*source.commands, _command(source, reference, methods, units)),
-        tuple(_compositions(run, tables, lead)),
-        registered,
-        described.get("experts", {}),
-        described.get("recipe", {}),
-        described.get("settings", {}),
-        described.get("versions", {}),
-        labels,
+        name=source.name,
+        kind=source.kind,
+        units=source.units,
+        remarks=remarks,
+        reference=reference,
+        lead=lead,
+        cells=len(run.cells),
+        finished=len(run.results),
+        missing=dict(Counter(cell.family for cell in run.unfinished)),
+        targets=tuple(tables),
+        ranking=ranking(run, targets, reference, ranked),
+        indicators=tuple(all_indicators),
+        grids=tuple(landscapes),
+        curves=tuple(curves),
+        truncations=tuple(reduced),
+        disagreements=tuple(compared),
+        commands=(*source.commands, _command(source, reference, methods, units)),
+        compositions=tuple(_compositions(run, tables, lead)),
+        preregistration=_registered(source, reference, ranked, units),
+        experts=described.get("experts", {}),
+        recipe=described.get("recipe", {}),
+        settings=described.get("settings", {}),
+        versions=described.get("versions", {}),
+        labels=labels,
     )
 
 
@@ -557,34 +643,43 @@ def _registered(
     """The pre-registration of the run. Of several runs, at most one may have one."""
     if source.kind != "sweep":
         return None
-    runs = source.parts or (source.run,)
-    registrations = [Preregistration.read(run.folder, run.described, reference, methods, units) for run in runs]
-    registered = [registration for registration in registrations if registration is not None]
+
+    registered: dict[int, Preregistration] = {}
+    for place, run in enumerate(source.parts or (source.run,)):
+        registration = Preregistration.read(run.folder, run.described, reference, methods, units)
+        if registration is not None:
+            registered[place] = registration
     if len(registered) > 1:
         raise ArgumentError(
             f"{len(registered)} of the runs were registered separately",
             "Report each on its own",
             parameter="run",
         )
-    if not registered or not source.parts:
-        return registered[0] if registered else None
-    place = next(place for place, registration in enumerate(registrations) if registration is not None)
-    other_names = ", ".join(name for at, name in enumerate(source.names) if at != place)
-    (only,) = registered
-    return replace(only, differences=(*only.differences, f"it is reported together with {other_names}"))
+
+    for place, registration in registered.items():
+        if not source.parts:
+            return registration
+        others = ", ".join(name for other, name in enumerate(source.names) if other != place)
+        differences = (*registration.differences, f"it is reported together with {others}")
+        return replace(registration, differences=differences)
+    return None
 
 
 def _command(source: ReportSource, reference: str, methods: Sequence[str] | None, units: Sequence[str] | None) -> str:
     words = ["adapterswap", "report", *source.names, "--reference", reference]
-    for option, names in (("--methods", methods), ("--units", units)):
-        words += [word for name in names or () for word in (option, name)]
+    for name in methods or ():
+        words += ["--methods", name]
+    for name in units or ():
+        words += ["--units", name]
     return shlex.join(words)
 
 
 def _lead(run: Run, families: list[str], reference: str) -> str:
     """Layer swap by its usual names, or else the composition, or else the family, with the most cells."""
-    if usual := [name for name in _LEADS if name in families and name != reference]:
-        return usual[0]
+    for name in _LEADS:
+        if name in families and name != reference:
+            return name
+
     candidates = [family for family in families if family != reference] or families
     single = {result.cell.family for result in run.results if is_single(result.cell)}
     composed = [family for family in candidates if family not in single] or candidates
@@ -596,18 +691,19 @@ def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]
     """The lead, the reference, and a third method for orientation: the first other one of the references."""
     names = dict.fromkeys([lead, reference, *Preregistration.REFERENCES])
     first, second, *others = (table_choice(all_choices, name) for name in names)
-    shown = [choice for choice in (first, second, *others) if choice is not None]
-    return shown[:3] if first is not None and second is not None else []
+    if first is None or second is None:
+        return []
+    third = next((choice for choice in others if choice is not None), None)
+    return [first, second] if third is None else [first, second, third]
 
 
 def _development(source: ReportSource) -> ZoneGrid:
     task = next(iter(source.run.tasks))
     votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
-    cells = tuple(
-        GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"])
-        for (bottom, top), mean in sorted(source.development.items())
-    )
-    return ZoneGrid(task, "layer swap", "development problems", cells)
+    cells = []
+    for (bottom, top), mean in sorted(source.development.items()):
+        cells.append(GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"]))
+    return ZoneGrid(task, "layer swap", "development problems", tuple(cells))
 
 
 def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:
@@ -615,8 +711,11 @@ def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, 
     compositions: dict[str, tuple[str, str, str]] = {}
     for table in tables:
         rows = [row for row in table.rows if row.family == lead]
-        for chosen in rows[-1].chosen if rows else ():
+        if not rows:
+            continue
+        for chosen in rows[-1].chosen:
             cell = by_id[chosen.cell]
-            if command := compose_command(run, cell):
+            command = compose_command(run, cell)
+            if command is not None:
                 compositions.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
     return list(compositions.values())

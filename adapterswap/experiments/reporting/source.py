@@ -7,7 +7,7 @@ cell each, and its configurations were already chosen on a development set.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,11 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
     folders = [expand(path) for path in (folder, *more)]
     if len({path.resolve() for path in folders}) < len(folders):
         raise ArgumentError("The same run is given twice", "Pass each run once", parameter="run")
+
     sources = [_open_one(path) for path in folders]
+    names: list[str] = []
+    commands: list[str] = []
+    remarks: dict[str, None] = {}
     for path, source in zip(folders, sources, strict=True):
         if source.kind != "sweep":
             raise ArgumentError(
@@ -75,14 +79,19 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
                 "Report it on its own",
                 parameter="run",
             )
+        names += source.names
+        commands += source.commands
+        remarks |= dict.fromkeys(source.remarks)
+
+    runs = tuple(source.run for source in sources)
     return ReportSource(
-        combined([source.run for source in sources]),
-        "sweep",
-        tuple(name for source in sources for name in source.names),
-        "pairs",
-        tuple(command for source in sources for command in source.commands),
-        tuple(dict.fromkeys(remark for source in sources for remark in source.remarks)),
-        tuple(source.run for source in sources),
+        run=combined(runs),
+        kind="sweep",
+        names=tuple(names),
+        units="pairs",
+        commands=tuple(commands),
+        remarks=tuple(remarks),
+        parts=runs,
     )
 
 
@@ -95,13 +104,14 @@ def _open_one(folder: Path) -> ReportSource:
             )
         name = folder.resolve().name
         return ReportSource(
-            run,
-            "sweep",
-            (name,),
-            "pairs",
-            (f"adapterswap sweep recipe.yaml --out-path {name}",),
-            (*_searched(run), *run.remarks),
+            run=run,
+            kind="sweep",
+            names=(name,),
+            units="pairs",
+            commands=(f"adapterswap sweep recipe.yaml --out-path {name}",),
+            remarks=(*_searched(run), *run.remarks),
         )
+
     if os.path.exists(folder / RESULTS) and os.path.exists(folder / ANSWERS):
         try:
             files_inside(folder, [RESULTS, ANSWERS], kind=DataError)
@@ -110,6 +120,7 @@ def _open_one(folder: Path) -> ReportSource:
                 answers = file.read()
         except DataError as error:
             raise error.recast(parameter="run") from None
+        # Other files may have these names.
         if content.get("format") == _LAB:
             return _lab_run(folder, content, answers)
     raise NotFoundError(f"{folder} is neither a sweep's folder nor a lab run's", _REMEDY, parameter="run")
@@ -120,19 +131,30 @@ def _searched(run: Run) -> Iterator[str]:
     search = run.described.get("recipe", {}).get("search")
     if not search:
         return
-    finished = [result.cell for result in run.results]
-    for family in dict.fromkeys(cell.family for cell in run.cells):
-        requested, evaluated, given_up = (
-            {cell.configuration for cell in cells if cell.family == family}
-            for cells in (run.cells, finished, run.given_up)
+
+    requested = _by_family(run.cells)
+    finished = _by_family(result.cell for result in run.results)
+    given_up = _by_family(run.given_up)
+    for family, configurations in requested.items():
+        evaluated = finished.get(family, set())
+        if len(evaluated) >= len(configurations):
+            continue
+        extent = f"{len(evaluated)} of {len(configurations)} configurations"
+        stopped = len(given_up.get(family, set()) - evaluated)
+        if stopped:
+            extent += f", and stopped {stopped} more after some documents"
+        yield (
+            f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {extent}. "
+            "Its rows cover only those; minimum and mean do not hold for the whole grid."
         )
-        if len(evaluated) < len(requested):
-            stopped = len(given_up - evaluated)
-            dropped = f", and stopped {stopped} more after some documents" if stopped else ""
-            yield (
-                f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {len(evaluated)} of {len(requested)} "
-                f"configurations{dropped}. Its rows cover only those; minimum and mean do not hold for the whole grid."
-            )
+
+
+def _by_family(cells: Iterable[Cell]) -> dict[str, set[str]]:
+    """Family → the configurations of its cells."""
+    configurations: dict[str, set[str]] = {}
+    for cell in cells:
+        configurations.setdefault(cell.family, set()).add(cell.configuration)
+    return configurations
 
 
 def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> ReportSource:
@@ -154,13 +176,20 @@ def lab_source(
         ValueError, KeyError, TypeError, AttributeError: the content is damaged.
     """
     number = int(content["problems"])
-    tasks = {
-        code: TaskInfo(f"math, {code}", role, code, ("exact_match", "none"), True, number, (), tuple(range(number)))
-        for code, role in (("xx", "target"), ("en", "retention"))
-    }
-    chosen = {seed["seed"]: f"bottom={seed['bottom']},top={seed['top']}" for seed in content["seeds"]}
-    scales = {seed["seed"]: f"scale={seed['scale']:g}" for seed in content["seeds"]}
-    configurations = {"layer swap": chosen, "inverse swap": chosen, "reset": chosen, "tuned sum": scales}
+    tasks: dict[str, TaskInfo] = {}
+    for code, role in (("xx", "target"), ("en", "retention")):
+        documents = tuple(range(number))
+        metric = ("exact_match", "none")
+        tasks[code] = TaskInfo(f"math, {code}", role, code, metric, True, number, (), documents)
+
+    # What each seed's development set chose
+    zones: dict[int, str] = {}
+    scales: dict[int, str] = {}
+    for seed in content["seeds"]:
+        zones[seed["seed"]] = f"bottom={seed['bottom']},top={seed['top']}"
+        scales[seed["seed"]] = f"scale={seed['scale']:g}"
+    configurations = {"layer swap": zones, "inverse swap": zones, "reset": zones, "tuned sum": scales}
+
     right: dict[tuple[int, str], dict[str, TaskValue]] = {}
     for row in answers:
         docs = {place: float("01".index(mark)) for place, mark in enumerate(row["right"])}
@@ -169,9 +198,10 @@ def lab_source(
         mean = sum(docs.values()) / number
         value = TaskValue(mean, None, {"exact_match,none": mean}, docs)
         right.setdefault((row["seed"], row["method"]), {})[tasks[row["language"]].name] = value
+
     results = []
     for method in content["methods"]:
-        for seed in chosen:
+        for seed in zones:
             configuration = configurations.get(method, {}).get(seed, "")
             cell = Cell(
                 cell=f"seed-{seed}/{method}",
@@ -184,16 +214,35 @@ def lab_source(
                 tasks=tuple(task.name for task in tasks.values()),
             )
             results.append(CellResult(cell, right[seed, method], {}))
-    described = {"recipe": {"scene": content["scene"], "methods": content["methods"]}, "versions": content["versions"]}
-    tasks_by_name = {task.name: task for task in tasks.values()}
-    run = Run(folder, described, tasks_by_name, tuple(result.cell for result in results), tuple(results))
-    grids = [{(cell["bottom"], cell["top"]): cell["xx"] for cell in s["development"]["grid"]} for s in content["seeds"]]
+
     return ReportSource(
-        run,
-        "lab",
-        (name,),
-        "seeds",
-        (f"adapterswap lab --seeds {len(chosen)} --scene {content['scene']['name']}",),
-        (f"The question: {content['scene']['question']}", content["caveat"]),
-        development={zone: sum(grid[zone] for grid in grids) / len(grids) for zone in grids[0]},
+        run=Run(
+            folder=folder,
+            described={
+                "recipe": {"scene": content["scene"], "methods": content["methods"]},
+                "versions": content["versions"],
+            },
+            tasks={task.name: task for task in tasks.values()},
+            cells=tuple(result.cell for result in results),
+            results=tuple(results),
+        ),
+        kind="lab",
+        names=(name,),
+        units="seeds",
+        commands=(f"adapterswap lab --seeds {len(zones)} --scene {content['scene']['name']}",),
+        remarks=(f"The question: {content['scene']['question']}", content["caveat"]),
+        development=_development(content["seeds"]),
     )
+
+
+def _development(seeds: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
+    """(bottom, top) → the mean score over seeds on their development sets."""
+    grids = []
+    for seed in seeds:
+        cells = seed["development"]["grid"]
+        grids.append({(cell["bottom"], cell["top"]): cell["xx"] for cell in cells})
+
+    means = {}
+    for zone in grids[0]:
+        means[zone] = sum(grid[zone] for grid in grids) / len(grids)
+    return means

@@ -64,10 +64,14 @@ def best_of(candidates: Iterable[tuple[float | None, bool, _Candidate]], sign: i
         candidates: (score, whether it is the default, candidate), in the order of the recipe.
         sign: -1 where less is better.
     """
-    scored = [
-        (sign * round(score, 12), default, candidate) for score, default, candidate in candidates if score is not None
-    ]
-    return max(scored, key=lambda entry: entry[:2])[2] if scored else None
+    best: tuple[tuple[float, bool], _Candidate] | None = None
+    for score, is_default, candidate in candidates:
+        if score is None:
+            continue
+        place = sign * round(score, 12), is_default
+        if best is None or place > best[0]:
+            best = place, candidate
+    return None if best is None else best[1]
 
 
 def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskInfo]) -> CellResult | None:
@@ -84,28 +88,42 @@ def summarize(run: Run) -> list[Row]:
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
     for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
         families[result.cell.family].append(result)
-    cell_counts = Counter((cell.family, cell.configuration) for cell in run.cells)
-    return [_row(family, results, run.tasks, cell_counts) for family, results in families.items()]
+
+    requested = Counter((cell.family, cell.configuration) for cell in run.cells)
+    return [_row(family, results, run.tasks, requested) for family, results in families.items()]
 
 
 def _row(
-    family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo], cell_counts: Mapping[tuple[str, str], int]
+    family: str, results: list[CellResult], tasks: Mapping[str, TaskInfo], requested: Mapping[tuple[str, str], int]
 ) -> Row:
-    values = [value for result in results if (value := cell_value(result, tasks)) is not None]
+    """A family's row.
+
+    Args:
+        requested: (family, configuration) → how many cells the run has of it.
+    """
     configurations: dict[str, list[CellResult]] = {}
     for result in results:
         configurations.setdefault(result.cell.configuration, []).append(result)
-    scores = {
-        name: _mean(half_value(result, tasks, "select") for result in members)
-        for name, members in configurations.items()
-    }
-    is_only = sum(other_family == family for other_family, _ in cell_counts) == 1
-    candidates = [
-        (scores[name], all(result.cell.default for result in members), name)
-        for name, members in configurations.items()
-        if len(members) == cell_counts[family, name]
-    ]
-    best = next(iter(configurations)) if is_only else best_of(candidates, sign_of(results, tasks))
+
+    # Each configuration's mean over its pairs; those without a missing pair can be the best.
+    scores: dict[str, float | None] = {}
+    candidates = []
+    for name, members in configurations.items():
+        scores[name] = _mean(half_value(result, tasks, "select") for result in members)
+        if len(members) == requested[family, name]:
+            is_default = all(result.cell.default for result in members)
+            candidates.append((scores[name], is_default, name))
+    best = best_of(candidates, sign_of(results, tasks))
+    if sum(other == family for other, _ in requested) == 1:
+        best = next(iter(configurations))
+
+    chosen_at, reported_at = None, None
+    if best is not None:
+        chosen_at = scores[best]
+        reported_at = _mean(half_value(result, tasks, "report") for result in configurations[best])
+    all_values = [cell_value(result, tasks) for result in results]
+    values = [value for value in all_values if value is not None]
+    errors = [result.relative_error for result in results if result.relative_error is not None]
     return Row(
         family=family,
         n=len(values),
@@ -114,9 +132,9 @@ def _row(
         maximum=max(values, default=None),
         configurations=len(configurations),
         best=best if len(configurations) > 1 else None,
-        chosen_at=scores[best] if best is not None else None,
-        reported_at=_mean(half_value(r, tasks, "report") for r in configurations[best]) if best is not None else None,
-        relative_error=max((r.relative_error for r in results if r.relative_error is not None), default=None),
+        chosen_at=chosen_at,
+        reported_at=reported_at,
+        relative_error=max(errors, default=None),
     )
 
 
@@ -126,7 +144,10 @@ def _targets(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo]) -> 
 
 def sign_of(results: Iterable[CellResult | RungResult], tasks: Mapping[str, TaskInfo]) -> int:
     """-1 if less is better, otherwise 1."""
-    return 1 if all(task.higher_is_better for result in results for task in _targets(result, tasks)) else -1
+    for result in results:
+        if not all(task.higher_is_better for task in _targets(result, tasks)):
+            return -1
+    return 1
 
 
 def half_value(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo], half: str) -> float | None:
@@ -135,6 +156,10 @@ def half_value(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo], h
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    listed = list(values)
-    numbers = [value for value in listed if value is not None]
-    return sum(numbers) / len(numbers) if numbers and len(numbers) == len(listed) else None
+    """The mean; None if there is no value, or if one is None."""
+    numbers = []
+    for value in values:
+        if value is None:
+            return None
+        numbers.append(value)
+    return sum(numbers) / len(numbers) if numbers else None
