@@ -265,8 +265,9 @@ def _variances(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: f
             alone.append((part, freedom))
     variance = sum(part for part, _ in parts)
 
-    # Chance can make the interactions larger than the factors, and the sum smaller than any variance.
-    if variance <= 0:
+    # Chance can make the sum smaller than one of its parts, even negative. Its degrees of freedom would be close to 0
+    # then, and the interval endless.
+    if variance < max(part for part, _ in alone):
         return alone
     return [(variance, _satterthwaite(variance, parts)), *alone]
 
