@@ -402,7 +402,11 @@ def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | No
         mean = sum(value for _, value in differences) / len(differences)
         return ScoreDifference(reference.label, len(differences), mean, None, None, (), tuple(differences))
 
-    bounds = intervals.DIFFERENCE if _are_shares(choice, task, reference) else None
+    # If every document's score is from 0 to 1, no mean difference is beyond -1 or 1.
+    are_shares = True
+    for cell in (*choice.cells.values(), *reference.cells.values()):
+        are_shares = are_shares and all(0 <= value <= 1 for value in cell.results[task.name].docs.values())
+    bounds = intervals.DIFFERENCE if are_shares else None
     interval = _over_draws(run, task, units, documents, values, bounds)
     return ScoreDifference(
         to=reference.label,
@@ -415,9 +419,3 @@ def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | No
         design=interval.design,
         reason=interval.reason,
     )
-
-
-def _are_shares(choice: Choice, task: TaskInfo, reference: Choice) -> bool:
-    """Whether every document's score is from 0 to 1, so that no mean difference can be beyond -1 or 1."""
-    cells = (*choice.cells.values(), *reference.cells.values())
-    return all(0 <= value <= 1 for cell in cells for value in cell.results[task.name].docs.values())
