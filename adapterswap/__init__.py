@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.functions import compose as compose
     from adapterswap.core.planning.functions import dare as dare
     from adapterswap.core.planning.functions import layer_swap as layer_swap
-    from adapterswap.core.planning.functions import read_composition as read_composition
     from adapterswap.core.planning.functions import slerp as slerp
     from adapterswap.core.planning.functions import slice_layers as slice_layers
     from adapterswap.core.planning.functions import soup as soup
     from adapterswap.core.planning.functions import task_arithmetic as task_arithmetic
     from adapterswap.core.planning.functions import ties as ties
-    from adapterswap.core.planning.mergekit import MergekitMerge as MergekitMerge
-    from adapterswap.core.planning.mergekit import read_mergekit as read_mergekit
     from adapterswap.core.planning.plan import Plan as Plan
     from adapterswap.core.planning.planner import make_plan as make_plan
     from adapterswap.core.planning.rules import Rule as Rule
@@ -62,6 +59,9 @@ if TYPE_CHECKING:
     from adapterswap.tools.extraction import extract as extract
     from adapterswap.tools.inspection import Inspection as Inspection
     from adapterswap.tools.inspection import inspect as inspect
+    from adapterswap.tools.mergekit import MergekitMerge as MergekitMerge
+    from adapterswap.tools.mergekit import read_mergekit as read_mergekit
+    from adapterswap.tools.recipes import read_composition as read_composition
     from adapterswap.tools.recorded import Verification as Verification
     from adapterswap.tools.verification import verify as verify
 
@@ -82,7 +82,7 @@ _HOME = {
     "Extraction": "tools.extraction",
     "Inspection": "tools.inspection",
     "LiveComposer": "engines.live",
-    "MergekitMerge": "core.planning.mergekit",
+    "MergekitMerge": "tools.mergekit",
     "Plan": "core.planning.plan",
     "Reply": "experiments.evaluation.asking",
     "Report": "experiments.reporting",
@@ -110,8 +110,8 @@ _HOME = {
     "open_checkpoint": "core.model.checkpoints",
     "open_expert": "core.experts.adapter",
     "parse_composition": "core.planning.composition",
-    "read_composition": "core.planning.functions",
-    "read_mergekit": "core.planning.mergekit",
+    "read_composition": "tools.recipes",
+    "read_mergekit": "tools.mergekit",
     "report": "experiments.reporting.output",
     "slerp": "core.planning.functions",
     "slice_layers": "core.planning.functions",

@@ -140,7 +140,7 @@ def make_world(folder: Path) -> tuple[LiveComposer, Any]:
 
 def compare(folder: Path, turns: int) -> dict[str, Any]:
     """Judge the cells both ways, in turn."""
-    from adapterswap.experiments.evaluation import Settings, evaluate
+    from adapterswap.experiments.evaluation import Settings, evaluate_model
 
     composer, tokenizer = make_world(folder)
     decoder = composer.model.get_base_model().model
@@ -152,7 +152,7 @@ def compare(folder: Path, turns: int) -> dict[str, Any]:
 
     def judge(way: str) -> list[Any]:
         calls["now"], began = 0, time.process_time()
-        found = evaluate(composer.model, tokenizer, ["choice"], settings)
+        found = evaluate_model(composer.model, tokenizer, ["choice"], settings)
         seconds[way][-1] += time.process_time() - began
         calls[way] += calls["now"]
         return [sample.output for sample in found.samples]

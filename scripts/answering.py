@@ -10,20 +10,13 @@ torch, for each row alone. A way is equal, equal one by one (the model is not as
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import logging
 import os
-import re
-import signal
 import sys
-import tempfile
-import time
 import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +24,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import examining
 import torch
-import transformers
 from architectures import LARGEST, LAYERS, pico_config
 from tokenizers import Tokenizer, decoders, models
 from tolerances import tolerance
@@ -40,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
 
 from adapterswap.core.model.base import language_model_class
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.harness import OfflineTask
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import AdapterswapError
@@ -207,7 +200,7 @@ def examine(model_type: str) -> dict[str, str]:
     for way in WAYS:
         try:
             fresh = copy.deepcopy(model)
-            result = evaluate(fresh, tokenizer(), tasks().only([way]), Settings(batch_size=8))
+            result = evaluate_model(fresh, tokenizer(), tasks().only([way]), Settings(batch_size=8))
             outcomes[way] = compare(way, model, result)
         except AdapterswapError as error:
             truth = "true" if is_true(str(error), model) else "UNTRUE"
@@ -222,61 +215,35 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:200]}".replace("\n", " ")
 
 
-def in_a_process(seconds: int, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The outcomes from a fork of this process, which has imported everything already."""
-    with tempfile.TemporaryDirectory() as place:
-        answer = Path(place) / "outcomes.json"
-        child = os.fork()
-        if child == 0:
-            signal.alarm(seconds)
-            try:
-                answer.write_text(json.dumps(work()))
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if answer.exists():
-            return dict(json.loads(answer.read_text()))
-    reason = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "see above"
-    return {"built": f"crash: {reason} (SIGALRM: over {seconds} seconds)"}
-
-
 def kind_of(outcome: str) -> str:
     """An outcome without what is special to one type."""
     return outcome.partition(":")[0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="regex of model types")
-    parser.add_argument("--results", type=Path, default=Path("answering.jsonl"))
-    parser.add_argument("--seconds", type=int, default=120)
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(50)
+    options = examining.parser(__doc__, results="answering.jsonl", seconds=120).parse_args()
+    examining.quiet()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    finished = {row["model"] for row in rows}
 
-    for model_type in TYPES:
-        if model_type in finished or not re.search(options.only, model_type):
-            continue
-        start = time.monotonic()
-        row = {"model": model_type, **in_a_process(options.seconds, lambda name=model_type: examine(name))}
-        with options.results.open("a") as file:
-            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
-        rows.append(row)
-        outcomes = "; ".join(f"{way} {outcome}" for way, outcome in row.items() if way != "model")
-        print(f"{time.monotonic() - start:5.1f} s  {model_type:24} {outcomes}", flush=True)
-
-    counts: Counter[tuple[str, str]] = Counter()
-    for row in rows:
-        if re.search(options.only, row["model"]):
-            counts.update((way, kind_of(outcome)) for way, outcome in row.items() if way != "model")
+    rows = examining.examined(
+        {model_type: {"model": model_type} for model_type in TYPES},
+        options,
+        lambda case, folder: [examine(case["model"])],
+        summary=lambda found: "; ".join(f"{way} {outcome}" for way, outcome in outcomes_in(found)),
+        crashed=lambda reason: {"built": f"crash: {reason}"},
+    )
+    counts = Counter((way, kind_of(outcome)) for way, outcome in outcomes_in(rows))
     for (way, kind), count in sorted(counts.items()):
         print(f"{way:12} {kind:60} {count}")
     return int(any(kind.startswith(("WRONG", "crash")) or "UNTRUE" in kind for _, kind in counts))
+
+
+def outcomes_in(rows: Sequence[dict[str, str]]) -> list[tuple[str, str]]:
+    """Each way and what came of it."""
+    outcomes: list[tuple[str, str]] = []
+    for row in rows:
+        outcomes += [(way, outcome) for way, outcome in row.items() if way != "model"]
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -11,18 +11,12 @@ something, base and PEFT are asked. Finished architectures are kept in FILE, and
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
-import json
 import os
 import re
-import signal
 import sys
-import tempfile
-import time
 import traceback
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +25,9 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parent))
 
+import examining
 import torch
 import transformers
 from core.matrix.reference import Changes, changes_in, load_with_peft, untied
@@ -336,25 +332,6 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}".replace("\n", " ")
 
 
-def in_a_process(task: str, model_type: str, kind: str, seconds: int) -> list[dict[str, Any]]:
-    """Examine an architecture in a fork of this process, which has imported everything already."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(seconds)
-            try:
-                (folder / "rows.json").write_text(json.dumps(list(examine(task, model_type, kind, folder))))
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if (folder / "rows.json").exists():
-            return list(json.loads((folder / "rows.json").read_text()))
-    reason = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "see above"
-    return [{"operation": "all", "outcome": "crash", "reason": f"{reason} (SIGALRM: over {seconds} seconds)"}]
-
-
 def report(rows: list[dict[str, Any]]) -> None:
     """The tally by outcome, and by reason."""
     print("\noutcome        operation  count")
@@ -374,34 +351,23 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="regex of 'TASK model_type'")
-    parser.add_argument("--results", type=Path, default=Path("architectures.jsonl"))
-    parser.add_argument("--seconds", type=int, default=120)
+    parser = examining.parser(__doc__, results="architectures.jsonl", seconds=120)
     parser.add_argument("--kind", choices=KINDS, default="lora")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(50)
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    finished = {(row["task"], row["model"], row["kind"]) for row in rows}
+    examining.quiet()
+
+    cases: dict[str, examining.Case] = {}
     pairs = [(task, model) for task, models in TASKS.items() for model in models]
     for task, model in sorted(pairs, key=lambda pair: pair[1]):
-        if (task, model, options.kind) in finished or not re.search(options.only, f"{task} {model}"):
-            continue
-        start = time.monotonic()
-        found = [
-            {"task": task, "model": model, "kind": options.kind, **row}
-            for row in in_a_process(task, model, options.kind, options.seconds)
-        ]
-        with options.results.open("a") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in found)
-        rows += found
-        summary = ", ".join(f"{row['operation']} {row['outcome']}" for row in found)
-        print(f"{time.monotonic() - start:5.1f} s  {task:12} {model:24} {summary}", flush=True)
-    chosen = [row for row in rows if re.search(options.only, f"{row['task']} {row['model']}")]
-    rows = [row for row in chosen if row["kind"] == options.kind]
+        cases[f"{task} {model}"] = {"task": task, "model": model, "kind": options.kind}
+
+    rows = examining.examined(
+        cases,
+        options,
+        lambda case, folder: list(examine(case["task"], case["model"], case["kind"], folder)),
+        summary=lambda found: ", ".join(f"{row['operation']} {row['outcome']}" for row in found),
+        crashed=lambda reason: {"operation": "all", "outcome": "crash", "reason": reason},
+    )
     report(rows)
     return int(any(row["outcome"] in ("WRONG", "crash") for row in rows))
 

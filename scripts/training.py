@@ -11,19 +11,15 @@ be), WRONG, or a crash; and a dry run has to say the same. Finished models are k
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
 import math
 import os
 import re
-import signal
 import sys
 import tempfile
-import time
 import traceback
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,8 +28,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parent))
 
+import examining
 import torch
-import transformers
 from architectures import LARGEST, pico_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -290,25 +286,6 @@ def short(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300]}".replace("\n", " ")
 
 
-def in_a_process(model_type: str, ways: Sequence[str], seconds: int) -> list[dict[str, Any]]:
-    """Examine a class in a fork of this process, which has imported everything already."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(seconds)
-            try:
-                (folder / "rows.json").write_text(json.dumps(list(examine(model_type, ways, folder))))
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if (folder / "rows.json").exists():
-            return list(json.loads((folder / "rows.json").read_text()))
-    reason = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else "see above"
-    return [{"way": "all", "outcome": "crash", "reason": f"{reason} (SIGALRM: over {seconds} seconds)"}]
-
-
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """The tally by outcome, and by reason."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
@@ -328,34 +305,23 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="regex of model types")
-    parser.add_argument("--results", type=Path, default=Path("training.jsonl"))
-    parser.add_argument("--seconds", type=int, default=240)
+    parser = examining.parser(__doc__, results="training.jsonl", seconds=240)
     parser.add_argument("--rows", nargs="*", choices=WAYS, default=WAYS)
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity(50)
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    finished = {row["model"] for row in rows}
+    examining.quiet()
     with tempfile.TemporaryDirectory() as place:
         list(examine("llama", ["plain"], Path(place)))  # imports what each process would import for itself
     gc.freeze()
-    for model in CAUSAL:
-        if model in finished or not re.search(options.only, model):
-            continue
-        start = time.monotonic()
-        found = [{"model": model, **row} for row in in_a_process(model, options.rows, options.seconds)]
-        with options.results.open("a") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in found)
-        rows += found
-        summary = ", ".join(f"{row['way']} {row['outcome']}" for row in found)
-        print(f"{time.monotonic() - start:5.1f} s  {model:24} {summary}", flush=True)
-    chosen = [row for row in rows if re.search(options.only, row["model"])]
-    report(chosen)
-    return int(any(row["outcome"] not in ("equal", "refused", "not built") for row in chosen))
+
+    rows = examining.examined(
+        {model: {"model": model} for model in CAUSAL},
+        options,
+        lambda case, folder: list(examine(case["model"], options.rows, folder)),
+        summary=lambda found: ", ".join(f"{row['way']} {row['outcome']}" for row in found),
+        crashed=lambda reason: {"way": "all", "outcome": "crash", "reason": reason},
+    )
+    report(rows)
+    return int(any(row["outcome"] not in ("equal", "refused", "not built") for row in rows))
 
 
 if __name__ == "__main__":

@@ -43,22 +43,22 @@ ROOMS = [f"{wing}.{room}" if room else wing for wing, rooms in WINGS.items() for
 CEILINGS = {
     "core.model": 45,
     "kit.files": 49,  # `locks`, since servers and sweeps lock as outputs do
-    "core.planning": 37,
+    "core.planning": 32,
     "core.writing": 29,
-    "core": 47,  # its door
+    "core": 44,  # its door
     "kit": 29,
-    "experiments.evaluation": 22,
+    "experiments.evaluation": 23,
     "core.changes": 20,
     "core.experts": 21,
     "experiments.sweeps": 13,
     "core.methods": 14,
     "core.companions": 12,
-    "engines.serving": 9,
+    "engines.serving": 11,
     "experiments.reporting": 7,
     "experiments.lab": 5,
     "experiments.training": 7,
     "engines.gguf": 10,
-    "tools": 13,
+    "tools": 16,
     "engines.live": 11,
     "experiments.analysis": 5,
     "experiments": 12,
@@ -139,7 +139,7 @@ def test_few_names_cross_a_wall() -> None:
 
 
 # Names of the core that experiments and the command line import past its door. It only falls.
-PAST_THE_DOOR = 39
+PAST_THE_DOOR = 37
 
 
 def test_applications_use_the_cores_door() -> None:
@@ -261,10 +261,12 @@ def test_choices_have_one_order() -> None:
 # How dense the code may be: per 1,000 lines, and the share of long functions without a paragraph in percent. These
 # numbers only fall, towards those of PEFT, TRL and httpx: 6 to 14, 9 to 21, 0 to 1, 4 to 7, and 2 to 19.
 DENSITIES = {
-    "": Density(conditionals=34, comprehensions=64, nested=5, used_once=19, bare=27),
+    "": Density(conditionals=29, comprehensions=64, nested=5, used_once=19, bare=21),
     "kit": Density(conditionals=21, comprehensions=30, nested=1, used_once=12, bare=3),
-    "core": Density(conditionals=47, comprehensions=82, nested=8, used_once=20, bare=50),
-    "experiments/reporting": Density(conditionals=29, comprehensions=85, nested=4, used_once=25, bare=2),
+    "core": Density(conditionals=47, comprehensions=82, nested=8, used_once=20, bare=48),
+    "engines": Density(conditionals=12, comprehensions=37, nested=1, used_once=20, bare=2),
+    "tools": Density(conditionals=14, comprehensions=79, nested=3, used_once=25, bare=16),
+    "cli": Density(conditionals=2, comprehensions=40, nested=1, used_once=24, bare=5),
 }
 
 

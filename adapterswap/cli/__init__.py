@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -151,14 +152,23 @@ def _usage(error: click.UsageError) -> str:
         return message
     if isinstance(error, click.NoSuchOption):
         name, word = error.option_name, error.option_name.lstrip("-")
-        flags = [flag for param in error.ctx.command.params for flag in param.opts if flag.startswith("--")]
+        flags: list[str] = []
+        for param in error.ctx.command.params:
+            flags += [flag for flag in param.opts if flag.startswith("--")]
         near = [flag for flag in flags if word in flag[2:].split("-")] or _most_like(name, flags)
-        message = f"No such option {name!r}." + (f" Did you mean {' or '.join(near)}?" if near else "")
+        message = f"No such option {name!r}.{_did_you_mean(near)}"
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
     if "Did you mean" in message:
         return message
     return f"{message.rstrip('.')}. See `{error.ctx.command_path} -h`."
+
+
+def _did_you_mean(names: Sequence[str]) -> str:
+    """The end of a message that names what may have been meant; empty if nothing is near."""
+    if not names:
+        return ""
+    return f" Did you mean {' or '.join(names)}?"
 
 
 def _most_like(name: str, flags: list[str]) -> list[str]:
@@ -177,9 +187,10 @@ def _open_standard_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-    for name in ("stdin", "stdout", "stderr"):
+
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 class _Commands(click.Group):
@@ -207,8 +218,8 @@ class _Commands(click.Group):
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
             from difflib import get_close_matches
 
-            near = " or ".join(repr(command) for command in get_close_matches(name, COMMANDS))
-            raise click.UsageError(f"No such command {name!r}." + (f" Did you mean {near}?" if near else ""), ctx)
+            near = [repr(command) for command in get_close_matches(name, COMMANDS)]
+            raise click.UsageError(f"No such command {name!r}.{_did_you_mean(near)}", ctx)
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -226,12 +237,14 @@ class _Commands(click.Group):
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # no traceback for characters that a terminal cannot show
+
         if threading.current_thread() is threading.main_thread():
             leave = partial(sys.exit, 128 + signal.SIGTERM)  # removes temporary folders
             signal.signal(signal.SIGTERM, TerminationHandler(leave))
         atexit.register(_skip_collection)
         if not (sys.stderr.isatty() and Processes.is_first()):  # progress bars of libraries are for terminals only
             os.environ.update(dict.fromkeys(_BARS, "1"))
+
         exit_code = NOT_DONE
         try:
             return super().invoke(ctx)
@@ -264,8 +277,11 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of the pipe has closed it; click handles that
                 raise
-            where = f" ({error.filename})" if error.filename else ""
-            problems = AdapterswapError(f"{error.strerror or error}{where}", "Check the path and the disk").problems
+            reason = f"{error.strerror or error}"
+            if error.filename:
+                reason += f" ({error.filename})"
+            problems = AdapterswapError(reason, "Check the path and the disk").problems
+
         command = self.get_command(ctx, ctx.invoked_subcommand or "")
         print_errors(problems, command)
         sys.exit(exit_code)

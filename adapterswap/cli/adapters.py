@@ -27,6 +27,7 @@ from adapterswap.core import format_layers
 if TYPE_CHECKING:
     from adapterswap.core import Adapter, Checkpoint
     from adapterswap.engines.gguf.adapter import GgufAdapter
+    from adapterswap.kit.files.tensorfile import Tensor
     from adapterswap.tools.deltas import Conversion
     from adapterswap.tools.extraction import Extraction
     from adapterswap.tools.inspection import Inspection
@@ -78,23 +79,33 @@ def _print_inspection(inspection: Inspection) -> None:
     if inspection.record is not None:
         record = inspection.record
         experts = ", ".join(f"{name} from {source}" for name, source in record.experts.items())
-        relation = "composed of" if record.slice is None else f"the {record.slice} of"
-        for line in [f"{relation} {experts}", *record.origins, *inspection.strip]:
-            echo(line)
+        relation = "composed"
+        if record.slice is not None:
+            relation = f"the {record.slice}"
+        echo(f"{relation} of {experts}", *record.origins, *inspection.strip)
 
 
 def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
     config = adapter.config
-    form = "rank-stabilized LoRA (s = α/√r)" if config.rslora else "plain LoRA (s = α/r)"
-    form = form if adapter.modules and not adapter.opaque else config.title
+    if not adapter.modules or adapter.opaque:
+        form = config.title
+    elif config.rslora:
+        form = "rank-stabilized LoRA (s = α/√r)"
+    else:
+        form = "plain LoRA (s = α/r)"
     echo(f"{adapter.source}: {form} for {config.base_model or 'an unnamed base'}")
-    full_parameters = inspection.num_saved_parameters
+
+    # What is trained in full beside the low-rank modules
     whole = [part for part in adapter.saved.values() if not part.rows]
-    trained = [f"{len(whole)} trained in full"] if whole else []
-    trained += (
-        [f"trained tokens in {len(adapter.tokens)} module{'s' * (len(adapter.tokens) > 1)}"] if adapter.tokens else []
-    )
-    in_full = f", {' and '.join(trained)} with {full_parameters:,} parameters" if trained else ""
+    trained: list[str] = []
+    if whole:
+        trained.append(f"{len(whole)} trained in full")
+    if adapter.tokens:
+        trained.append(f"trained tokens in {_counted(len(adapter.tokens), 'module')}")
+    in_full = ""
+    if trained:
+        in_full = f", {' and '.join(trained)} with {inspection.num_saved_parameters:,} parameters"
+
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
     echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
     _print_tables(inspection)
@@ -103,21 +114,32 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
         echo(f"in the file but not loaded by PEFT, because the config does not target them: {names}")
 
 
+def _counted(number: int, noun: str) -> str:
+    """`1 module`, `2 modules`."""
+    return f"{number} {noun}{'s' * (number > 1)}"
+
+
 def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
-    count = len(adapter.files)
-    pieces = f" in {count} pieces" if count > 1 else f", the piece {name}" if (name := adapter.files[0].piece) else ""
+    count, piece = len(adapter.files), adapter.files[0].piece
+    pieces = ""
+    if count > 1:
+        pieces = f" in {count} pieces"
+    elif piece:
+        pieces = f", the piece {piece}"
     echo(f"{adapter.source}: LoRA in GGUF for {adapter.architecture}{pieces} (s = {adapter.alpha:g} / rank)")
+
     echo(f"{len(adapter.modules)} modules, {inspection.num_parameters:,} parameters, {human_bytes(inspection.nbytes)}")
     _print_tables(inspection)
 
 
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
-    parameters = model.parameters.values()
-    depth = f", {inspection.depth} layers" if inspection.depth is not None else ""
+    depth = ""
+    if inspection.depth is not None:
+        depth = f", {inspection.depth} layers"
     echo(f"{model.source}: full weights of {model.config.get('model_type') or 'a model without a type'}{depth}")
-    size, shards = human_bytes(inspection.nbytes), len(model.shards)
-    total = inspection.num_parameters
-    echo(f"{len(parameters)} tensors, {total:,} parameters, {size} in {shards} file{'s' * (shards > 1)}")
+
+    total, size, files = inspection.num_parameters, human_bytes(inspection.nbytes), _counted(len(model.shards), "file")
+    echo(f"{len(model.parameters)} tensors, {total:,} parameters, {size} in {files}")
     _print_tables(inspection)
 
 
@@ -131,21 +153,27 @@ def _print_tables(inspection: Inspection) -> None:
         layers: dict[tuple[str, ...], list[int]] = {}
         sizes: Counter[tuple[str, ...]] = Counter()
         for part in parts:
-            row = (part.name, part.kind, *(_NUMBERS.get(head, _cell)(value) for head, value in part.values.items()))
-            layers.setdefault(row, []).extend([] if part.layer is None else [part.layer])
+            cells = [_NUMBERS.get(head, _cell)(value) for head, value in part.values.items()]
+            row = (part.name, part.kind, *cells)
+            of_row = layers.setdefault(row, [])
+            if part.layer is not None:
+                of_row.append(part.layer)
             sizes[row] += part.nbytes or 0
-        sized = parts[0].nbytes is not None
-        heads = (title, "kind", "layers", *parts[0].values, *(["size"] if sized else []))
-        rows = [
-            (*row[:2], format_layers(group), *row[2:], *([human_bytes(sizes[row])] if sized else []))
-            for row, group in layers.items()
-        ]
+
+        heads = [title, "kind", "layers", *parts[0].values]
+        rows = [[*row[:2], format_layers(of_row), *row[2:]] for row, of_row in layers.items()]
+        if parts[0].nbytes is not None:
+            heads.append("size")
+            for row, cells in zip(layers, rows, strict=True):
+                cells.append(human_bytes(sizes[row]))
         made.append(table(*heads, rows=rows, left=len(heads)))
     print_table(*made)
 
 
 def _cell(value: Any) -> str:
-    return (" × ".join(map(str, value)) or "–") if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return " × ".join(map(str, value)) or "–"
+    return str(value)
 
 
 @declare("slice")
@@ -185,15 +213,19 @@ def slice_command(
     else:
         with working("writing"):
             prepared.write(result.out_path, overwrite=result.overwrite)
+
     adapted, kept = sum(bool(slot.terms) for slot in plan.modules.values()), plan.rules[0].layers
     nbytes, share = prepared.layout.nbytes, prepared.layout.nbytes / _loaded_bytes(adapter)
-    content: dict[str, Any] = {"layers": kept, "modules": adapted, **({"stack": stack} if stack else {})}
+    content: dict[str, Any] = {"layers": kept, "modules": adapted}
+    layers_kept = f"layers {kept} of {plan.depth}"
+    if stack:
+        content["stack"] = stack
+        layers_kept = f"{stack} {layers_kept}"
     content |= {"of_modules": len(plan.modules), "bytes": nbytes, "share": share}
 
     def show() -> None:
-        of_stack, depth = f"{stack} " if stack else "", plan.depth
         echo(
-            f"{of_stack}layers {kept} of {depth}: {adapted} of {len(plan.modules)} modules, {human_bytes(nbytes)}, "
+            f"{layers_kept}: {adapted} of {len(plan.modules)} modules, {human_bytes(nbytes)}, "
             f"{share:.0%} of the whole expert"
         )
         for remark in plan.notes:
@@ -204,11 +236,14 @@ def slice_command(
 
 def _loaded_bytes(adapter: Adapter) -> int:
     """The size in bytes of what PEFT loads: a file can hold modules that its config does not target."""
-    lora = (tensor for module in adapter.modules.values() for tensor in (module.a, module.b))
-    copies = (module.base for module in adapter.factors.values())
-    opaque = (tensor for module in adapter.opaque.values() for tensor in module.tensors.values())
-    saved = (tensor for module in adapter.saved.values() for tensor in module.tensors.values())
-    return sum(tensor.nbytes for tensor in (*lora, *copies, *opaque, *saved) if tensor is not None)
+    tensors: list[Tensor | None] = [module.base for module in adapter.factors.values()]
+    for module in adapter.modules.values():
+        tensors += [module.a, module.b]
+    for opaque in adapter.opaque.values():
+        tensors += opaque.tensors.values()
+    for whole in adapter.saved.values():
+        tensors += whole.tensors.values()
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 @declare("convert")
@@ -272,11 +307,18 @@ def _conversion_as_json(conversion: Conversion) -> dict[str, Any]:
 
 def _print_conversion(conversion: Conversion) -> None:
     ranks = sorted({module.rank for module in conversion.modules})
-    rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-    kind = f"{conversion.peft_type}{', pickled' if conversion.pickled else ''}"
+    rank = f"rank {ranks[0]}"
+    if len(ranks) > 1:
+        rank = f"ranks {ranks[0]} to {ranks[-1]}"
+    kind = conversion.peft_type
+    if conversion.pickled:
+        kind += ", pickled"
     echo(f"{kind}: {len(conversion.modules)} modules, {rank}")
+
     worst = conversion.worst
-    at_most = f", {worst.error:.2g} at most ({worst.name})" if worst.error else ""
+    at_most = ""
+    if worst.error:
+        at_most = f", {worst.error:.2g} at most ({worst.name})"
     note(f"relative error of ΔW: {conversion.relative_error:.2g} over all modules{at_most}")
 
 
@@ -348,10 +390,11 @@ def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
 
 
 def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
-
     heads = ("module", "layers", "rank", "‖ΔW‖", "error", "largest")
     print_rows(*heads, rows=_rows(extraction), left=3)
     note(f"{len(extraction.modules)} modules: relative error of ΔW {extraction.error:.4f} over all of them")
+
+    # What the adapter does not hold as LoRA
     if extraction.lost:
         note(f"relative error {extraction.whole_error:.4f} over everything that the fine-tune changed")
     if extraction.unchanged:
@@ -360,6 +403,7 @@ def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
         note(f"held whole, as the fine-tune has them: {', '.join(extraction.in_full)}")
     for line in extraction.lost_lines():
         note(f"not in the adapter: {line}")
+
     worst = max(extraction.modules, key=lambda module: module.error)
     if max_error is None and worst.error > _TELLING_ERROR:
         note(f"Warning: {worst.name} misses {worst.error:.0%} of its ΔW. Raise --rank, or pass --max-error.")
@@ -376,8 +420,11 @@ def _rows(extraction: Extraction) -> list[tuple[str, ...]]:
 
     groups: dict[str, list[Any]] = {}
     for module in extraction.modules:
-        within = module.name if module.layer is None else module.name.partition(f".{module.layer}.")[2]
+        within = module.name
+        if module.layer is not None:
+            within = within.partition(f".{module.layer}.")[2]
         groups.setdefault(within, []).append(module)
+
     rows: list[tuple[str, ...]] = []
     for name, modules in groups.items():
         group = Extraction(tuple(modules), (), ())

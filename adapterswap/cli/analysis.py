@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 
 from adapterswap.cli.options import Count, Device, EntryPath, Expert, Json, Output, Place
-from adapterswap.cli.output import echo, note, note_dry_run, note_output, print_json, print_rows, progress_bar
+from adapterswap.cli.output import (
+    echo,
+    note,
+    note_dry_run,
+    note_output,
+    number_text,
+    print_json,
+    print_rows,
+    progress_bar,
+)
 from adapterswap.cli.signature import declare
 from adapterswap.core import words_of
 
@@ -70,7 +79,11 @@ def analyze_command(
             counts = Analysis.count_matrices(
                 named, base_model=base_model or None, out_path=out_path, overwrite=overwrite
             )
-            _print_matrices(counts, as_json=as_json)
+            if as_json:
+                print_json({"dry_run": True, "matrices": counts})
+            else:
+                echo(*(f"{name}: {number} matrices" for name, number in counts.items()))
+            note_dry_run("measured")
             return
         analysis = analyze(
             named,
@@ -113,18 +126,8 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
     return places
 
 
-def _print_matrices(count: dict[str, int], *, as_json: bool) -> None:
-    """Print what a run would measure."""
-    if as_json:
-        print_json({"dry_run": True, "matrices": count})
-    else:
-        for name, num_matrices in count.items():
-            echo(f"{name}: {num_matrices} matrices")
-    note_dry_run("measured")
-
-
 def _print_analysis(analysis: Analysis) -> None:
-    """Print a row per layer with each expert's change, then a table per pair of experts."""
+    """Print a row per layer with each expert's change, then a table per pair of experts, and what the numbers are."""
     columns = []
     for shares_of in analysis.tables:
         shares: dict[int, list[float]] = {}
@@ -134,13 +137,15 @@ def _print_analysis(analysis: Analysis) -> None:
     columns += [(f"{change.expert}\n‖ΔW‖", change.layer_norms(), ".4g") for change in analysis.changes]
     for start in range(0, len(columns), _COLUMNS):
         _print_layers("", columns[start : start + _COLUMNS])
+
+    heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
     for pair in analysis.pairs:
-        by_layer = pair.by_layer()
-        heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
-        measured = [
-            (head, {layer: numbers[key] for layer, numbers in by_layer.items()}, ".3f") for key, head in heads.items()
-        ]
+        measured = []
+        for key, head in heads.items():
+            numbers_of = {layer: numbers[key] for layer, numbers in pair.by_layer().items()}
+            measured.append((head, numbers_of, ".3f"))
         _print_layers(" and ".join(pair.experts), measured)
+
     if analysis.threshold is not None:
         above = f"whose mean absolute change is above {analysis.threshold:.3g}"
         note(f"rows: the share of rows {above}, averaged over the matrices of a layer")
@@ -150,7 +155,9 @@ def _print_analysis(analysis: Analysis) -> None:
             band, cosine = shuffled[layer]["cosine"], numbers["cosine"]
             if band is not None and cosine is not None and not band[0] <= cosine <= band[1]:
                 outside.append(str(layer))
-        place = f"in layers {', '.join(outside)}" if outside else "in no layer"
+        place = "in no layer"
+        if outside:
+            place = f"in layers {', '.join(outside)}"
         note(f"{' and '.join(pair.experts)}: cosines outside the 95 % range of shuffled experts {place}")
         if pair.shared_start is not None:
             note(
@@ -161,16 +168,15 @@ def _print_analysis(analysis: Analysis) -> None:
 
 def _print_layers(title: str, columns: Sequence[tuple[str, Mapping[int, float | None], str]]) -> None:
     """Print a table with a row per layer; a column is a head, numbers by layer, and their format."""
-    layers = sorted({layer for _, numbers, _ in columns for layer in numbers})
-    rows = [
-        [layer, *(_number(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns)]
-        for layer in layers
-    ]
+    layers: set[int] = set()
+    for _, numbers, _ in columns:
+        layers.update(numbers)
+
+    rows: list[list[Any]] = []
+    for layer in sorted(layers):
+        cells = [number_text(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns]
+        rows.append([layer, *cells])
     print_rows("layer", *(head for head, _, _ in columns), rows=rows, title=title or None)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
 
 
 @declare("suggest")
@@ -225,7 +231,11 @@ def suggest_command(
         )
         _print_texts(prepared.plan, {side: len(rows) for side, rows in prepared.texts.items()}, as_json=as_json)
         return
-    note("measuring the experts' weights" if task_texts is None else "measuring the experts on texts")
+
+    if task_texts is None:
+        note("measuring the experts' weights")
+    else:
+        note("measuring the experts on texts")
     suggestion = suggest(
         task_expert, language_expert, base_model=base_model, num_layers=num_layers, task_texts=task_texts,
         language_texts=language_texts, limit=limit, form=form, device=device, out_path=out_path,
@@ -234,8 +244,10 @@ def suggest_command(
     if as_json:
         print_json(suggestion.as_json())
     else:
-        base = ["--base-model", base_model] if base_model else []
-        _print_suggestion(suggestion, ["adapterswap", "compose", "-t", task_expert, "-l", language_expert, *base])
+        command = ["adapterswap", "compose", "-t", task_expert, "-l", language_expert]
+        if base_model:
+            command += ["--base-model", base_model]
+        _print_suggestion(suggestion, command)
     if out_path is not None:
         note_output(out_path)
     elif suggestion.form == "modules":
@@ -256,16 +268,18 @@ def _print_texts(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
 def _print_suggestion(suggestion: Suggestion, command: list[str]) -> None:
     """Print the shares, the reasons, and the command that composes the proposal."""
     importance = suggestion.importance
-    rows = [
-        (layer, *(f"{share:.1%}" for share in importance.of_layer(layer))) for layer in range(importance.num_layers)
-    ]
+    rows: list[tuple[Any, ...]] = []
+    for layer in range(importance.num_layers):
+        task_share, language_share = importance.of_layer(layer)
+        rows.append((layer, f"{task_share:.1%}", f"{language_share:.1%}"))
     print_rows("layer", "task", "language", rows=rows)
     for reason in suggestion.reasons:
         echo(reason)
     task, language = suggestion.kept
     echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
     if suggestion.form == "zones":
-        zones = [word for name, count in suggestion.composition.items() for word in words_of(name, count)]
-        echo(shlex.join([*command, *zones, "-o", "composed"]))
+        for name, count in suggestion.composition.items():
+            command += words_of(name, count)
+        echo(shlex.join([*command, "-o", "composed"]))
     if importance.measured == "weights":
         note("a proposal from weights only may be worse than the paper's default: evaluate both, or pass texts")

@@ -84,36 +84,38 @@ def ask_command(
     """
     path, prompt = _path_and_prompt(words, prompts, chat)
     only_with("--temperature", temperature, "top_p", "sampling_seed")
-    asked, experts = _asked(path, request, base_model)
-    from adapterswap.experiments.evaluation.asking import Panel
+    plan, experts = _plan_or_experts(path, request, base_model)
+    from adapterswap.experiments.evaluation.asking import AskSettings, Panel
 
+    names = None
+    if only is not None:
+        names = [name for name in only.split(",") if name]
+    settings = AskSettings(
+        only=names,
+        max_rank=max_rank,
+        max_error=max_error,
+        chat_template_from=chat_template_from,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        sampling_seed=sampling_seed,
+        plain=plain,
+        system_instruction=system_instruction,
+        enable_thinking=enable_thinking,
+    )
     with working("opening the experts"):
-        panel = Panel.prepare(
-            asked if path is None or asked is not None else path,
-            base_model=base_model,
-            experts=experts,
-            only=None if only is None else [name for name in only.split(",") if name],
-            chat_template_from=chat_template_from,
-            max_rank=max_rank,
-            max_error=max_error,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            sampling_seed=sampling_seed,
-            plain=plain,
-            system_instruction=system_instruction,
-            enable_thinking=enable_thinking,
-        )
-    if asked is not None:
-        for line in asked.strip.splitlines():
+        composition = path if plan is None else plan
+        panel = Panel.prepare(composition, settings, base_model=base_model, experts=experts)
+    if plan is not None:
+        for line in plan.strip.splitlines():
             note(line)
     for line in panel.companions.prompt_lines:
         note(line)
-    rows = None if prompts is None else _rows(prompts)
+
     with _seated(panel, device, dtype) as seated:
-        if rows is not None:
-            for row in rows:
-                _answer_row(seated, row)
+        if prompts is not None:
+            for number, row in _rows(prompts):
+                _answer_row(seated, number, row)
         elif chat:
             _converse(seated, as_json)
         else:
@@ -127,24 +129,28 @@ def _path_and_prompt(words: tuple[str, ...], prompts: str | None, chat: bool) ->
     """PATH and PROMPT: a prompt is the last word, unless prompts come from elsewhere."""
     if prompts is not None and chat:
         raise click.UsageError("Pass either --prompts or --chat, not both.")
-    from_elsewhere = prompts is not None or chat
-    most = 1 if from_elsewhere else 2
-    if len(words) > most:
-        passed = "--prompts" if prompts is not None else "--chat"
-        what = (
-            f"With {passed}, pass only PATH"
-            if from_elsewhere
-            else "Pass PATH and PROMPT; quote a prompt of several words"
-        )
-        raise click.UsageError(f"{what}: {words[most]!r} is one argument too many.")
-    if from_elsewhere:
-        return (words[0] if words else None), None
+
+    if prompts is not None or chat:
+        if len(words) > 1:
+            option = "--chat"
+            if prompts is not None:
+                option = "--prompts"
+            raise click.UsageError(f"With {option}, pass only PATH: {words[1]!r} is one argument too many.")
+        return next(iter(words), None), None
+
     if not words:
         raise click.UsageError("Pass a PROMPT, --prompts FILE or --chat.")
-    return (words[0] if len(words) == 2 else None), words[-1]
+    if len(words) > 2:
+        raise click.UsageError(
+            f"Pass PATH and PROMPT; quote a prompt of several words: {words[2]!r} is one argument too many."
+        )
+    *path, prompt = words
+    return next(iter(path), None), prompt
 
 
-def _asked(path: str | None, request: dict[str, Any], base_model: str | None) -> tuple[Plan | None, dict[str, str]]:
+def _plan_or_experts(
+    path: str | None, request: dict[str, Any], base_model: str | None
+) -> tuple[Plan | None, dict[str, str]]:
     """The plan that a recipe or the options describe, and further adapters to ask."""
     passed = {name for name, value in request.items() if value not in (None, (), False)}
     is_recipe = path is not None and path.endswith((".yaml", ".yml"))
@@ -161,7 +167,8 @@ def _asked(path: str | None, request: dict[str, Any], base_model: str | None) ->
             "Leave out the option or the adapter",
             parameter=name,
         )
-    recipe = None if path is None else os.path.expanduser(path)
+
+    recipe = path and os.path.expanduser(path)
     with working("opening the experts"):
         return any_plan_from_options(request, recipe=recipe, base_model=base_model), {}
 
@@ -196,6 +203,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
     """A line: a prompt, or a JSON object with `prompt` or `messages` and anything else, which is kept."""
     if not line.startswith("{"):
         return {"prompt": line}
+
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -204,6 +212,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
             'Write {"prompt": "…"}',
             parameter="prompts",
         ) from None
+
     if ("prompt" in row) == ("messages" in row) or "answers" in row:
         raise DataError(
             f"{where}: a row has either `prompt` or `messages`, and no `answers`",
@@ -215,11 +224,11 @@ def _row(line: str, where: str) -> dict[str, Any]:
     return dict(row)
 
 
-def _answer_row(seated: Seated, numbered: tuple[int, dict[str, Any]]) -> None:
+def _answer_row(seated: Seated, number: int, row: dict[str, Any]) -> None:
     """Print a row with its answers as one line."""
-    number, row = numbered
+    prompt = row["prompt"] if "prompt" in row else row["messages"]
     try:
-        reply = seated.reply(row["prompt"] if "prompt" in row else row["messages"])
+        reply = seated.reply(prompt)
     except AdapterswapError as error:
         raise error.within(f"line {number}") from None
     _print_line({**row, "answers": _as_json(reply.answers)})
@@ -262,15 +271,17 @@ def _converse(seated: Seated, as_json: bool) -> None:
 
 def _turns() -> Iterator[str]:
     """What the user types, without empty lines."""
+    if not sys.stdin.isatty():
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+
     while True:
         try:
-            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+            line = input("> ").strip()
         except EOFError:
             return
-        if not line and not sys.stdin.isatty():
-            return
-        if line.strip():
-            yield line.strip()
+        if line:
+            yield line
 
 
 def _shown(seated: Seated, prompt: Any, as_json: bool) -> Mapping[str, Answer]:
@@ -285,6 +296,7 @@ def _shown(seated: Seated, prompt: Any, as_json: bool) -> Mapping[str, Answer]:
     else:
         *_, answers = seated.stream(prompt)
         _print_answers(answers)
+
     cut = [name for name, answer in answers.items() if not answer.ended]
     if cut and not as_json:
         most = seated.panel.settings.max_new_tokens
@@ -333,16 +345,23 @@ def _columns(width: int, names: list[str], answers: Mapping[str, Answer], *, mos
     from rich.text import Text
 
     across = width // len(names) >= _NARROW
-    room = width // len(names) - 2 if across else width
-    if most is not None and not across:
-        most = max(most // len(names) - 1, 1)
+    room = width // len(names) - 2
+    if not across:
+        room = width
+        if most is not None:
+            most = max(most // len(names) - 1, 1)
+
     measure = Console(width=width)
     texts: list[Text] = []
     for name in names:
-        text = Text(visible(answers[name].text.strip())) if name in answers else Text("…")
+        text = Text("…")
+        if name in answers:
+            text = Text(visible(answers[name].text.strip()))
         lines = list(text.wrap(measure, room))
-        first = 0 if most is None else max(len(lines) - most, 0)
-        texts.append(Text("\n").join(lines[first:]))
+        if most is not None:
+            lines = lines[-most:]
+        texts.append(Text("\n").join(lines))
+
     if across:
         table = Table(box=None, expand=True, header_style="bold", padding=(0, 1))
         for name in names:

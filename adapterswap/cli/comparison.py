@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import click
 
 from adapterswap.cli.options import Expert, Json, NamedExpert, name_and_path
-from adapterswap.cli.output import echo, note, print_errors, print_json, print_rows, rare_collections, working
+from adapterswap.cli.output import (
+    echo,
+    note,
+    number_text,
+    print_errors,
+    print_json,
+    print_rows,
+    rare_collections,
+    working,
+)
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -157,8 +166,10 @@ def diff_command(
         print_json(comparison.as_json())
     else:
         if comparison.modules:
-            rows = comparison.modules if by_module else comparison.layers
-            _print_differences([*rows, comparison.total], "module" if by_module else "layer")
+            heading, rows = "layer", comparison.layers
+            if by_module:
+                heading, rows = "module", comparison.modules
+            _print_differences([*rows, comparison.total], heading)
         if comparison.saved:
             _print_saved(comparison.saved)
     for remark in comparison.remarks:
@@ -171,7 +182,9 @@ def diff_command(
 def _farther(comparison: Comparison, limit: float) -> list[str]:
     """A line for everything that is, or may be, farther apart than `limit`; rounding does not count."""
     total = comparison.total.distance
-    lines = [f"the distance of ΔW is {total:.4g}, more than {limit:g}"] * (total > max(limit, _NOISE))
+    lines: list[str] = []
+    if total > max(limit, _NOISE):
+        lines.append(f"the distance of ΔW is {total:.4g}, more than {limit:g}")
     for row in comparison.saved:
         if row.distance is None:
             lines.append(f"{row.name} is {row.remark}, so its distance may be more than {limit:g}")
@@ -184,23 +197,21 @@ def _print_differences(rows: Iterable[Difference], heading: str) -> None:
     cells: list[list[str]] = []
     for row in rows:
         norms = [f"{norm:.4g}" for norm in row.norms]
-        cells.append([row.name, *norms, _distance_text(row.distance, _NOISE), _shown(row.cosine, ".4f")])
+        cells.append([row.name, *norms, _distance_text(row.distance, _NOISE), number_text(row.cosine, ".4f")])
     print_rows(heading, "‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine", rows=cells)
 
 
 def _distance_text(distance: float | None, noise: float = 0.0) -> str:
     """Four decimals, or `< 0.0001` where these would hide a distance that is more than `noise`."""
-    return "< 0.0001" if distance is not None and noise < distance < 0.00005 else _shown(distance, ".4f")
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    if distance is not None and noise < distance < 0.00005:
+        return "< 0.0001"
+    return number_text(distance, ".4f")
 
 
 def _print_saved(rows: Sequence[SavedDifference]) -> None:
     cells: list[list[str]] = []
     for row in rows:
-        numbers = [_shown(value, ".4g") for value in (*row.norms, row.apart)]
+        numbers = [number_text(value, ".4g") for value in (*row.norms, row.apart)]
         cells.append([row.name, row.shape, *numbers, _distance_text(row.distance)])
     print_rows("trained in full", "shape", "‖W₁‖", "‖W₂‖", "‖W₁ - W₂‖", "distance", rows=cells, left=2)
     for row in rows:

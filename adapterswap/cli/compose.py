@@ -41,12 +41,15 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     """The part of `--json` that does not depend on the output's form."""
     from adapterswap.core.writing.cards import Licences
 
+    parts = "modules"
+    if plan.is_model:
+        parts = "tensors"
     return {
         "method": plan.composition.method,
         "num_layers": plan.num_layers,
         "experts": {name: str(expert.source) for name, expert in plan.experts.items()},
         "rules": [str(rule) for rule in plan.rules],
-        "tensors" if plan.is_model else "modules": {slot.name: slot.coefficients for slot in plan},
+        parts: {slot.name: slot.coefficients for slot in plan},
         "remarks": plan.remarks,
         "notes": list(plan.notes),
         "companions": plan.companions.as_json(),
@@ -63,8 +66,9 @@ def print_plan(plan: Plan, *remarks: str, companions: bool = True) -> None:
         note(remark)
     if (clash := Licences.of(plan).warning) is not None:
         note(f"Warning: {clash}")
-    for line in plan.companions.lines if companions else ():
-        note(line)
+    if companions:
+        for line in plan.companions.lines:
+            note(line)
 
 
 def print_magnitudes(magnitudes: Mapping[str, float], kept: Mapping[str, float]) -> None:
@@ -153,9 +157,12 @@ def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
 
 def _adapter_as_json(prepared: Prepared) -> dict[str, Any]:
     layout, largest = prepared.layout, _largest_rank(prepared)
+    rank = None
+    if largest is not None:
+        rank = {"global": layout.config["r"], "largest": largest}
     return {
         **plan_as_json(prepared.plan),
-        "rank": None if largest is None else {"global": layout.config["r"], "largest": largest},
+        "rank": rank,
         "bytes": layout.nbytes,
         **prepared.measured,
     }
@@ -174,14 +181,19 @@ def _print_adapter(prepared: Prepared) -> None:
     plan, layout = prepared.plan, prepared.layout
     if (zones := plan.zones_text) is not None:
         note(zones)
-    copied = sum(tensor.is_copied for tensor in layout.tensors)
+
     # Modules without terms stay as in the base and are not written.
     changed = sum(bool(slot.terms) for slot in plan.modules.values())
-    modules = f"{changed} of {len(plan.modules)} modules" if changed < len(plan.modules) else f"{changed} modules"
+    modules = f"{changed} modules"
+    if changed < len(plan.modules):
+        modules = f"{changed} of {len(plan.modules)} modules"
+    copied = sum(tensor.is_copied for tensor in layout.tensors)
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
     largest = _largest_rank(prepared)
-    rank = f"; rank up to {largest}" if largest is not None else ""
-    print_plan(plan, f"{summary}{rank}; {human_bytes(layout.nbytes)}")
+    if largest is not None:
+        summary += f"; rank up to {largest}"
+    print_plan(plan, f"{summary}; {human_bytes(layout.nbytes)}")
+
     for first, second in _same(plan):
         note(f"Warning: {first} and {second} are the same folder")
     print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
@@ -198,8 +210,11 @@ def _same(plan: Plan) -> list[tuple[str, str]]:
 
 def _print_errors(prepared: Prepared) -> None:
     form, reduced = prepared.form, prepared.reduced
-    is_bounded = form.max_rank is not None or form.max_error is not None
-    print_errors_of_rank(prepared.errors, "truncated" if is_bounded else "computed at their full rank")
+    treatment = "computed at their full rank"
+    if form.max_rank is not None or form.max_error is not None:
+        treatment = "truncated"
+    print_errors_of_rank(prepared.errors, treatment)
+
     largest, name = max(((error, name) for name, error in prepared.errors.items()), default=(0.0, ""))
     if form.max_error is not None and max((m.error for m in reduced.values()), default=0) <= form.max_error < largest:
         note(
@@ -229,10 +244,10 @@ def write_full_weights(
 
 
 def _weights_as_json(merged: Merged) -> dict[str, Any]:
-    plan = merged.plan
+    weights = merged.plan.base.weights
     return {
-        **plan_as_json(plan),
-        "base_model": str(plan.base.weights.source) if plan.base.weights else None,
+        **plan_as_json(merged.plan),
+        "base_model": weights and str(weights.source),
         "copied": _copied(merged),
         "shards": [shard.name for shard in merged.shards],
         "bytes": sum(shard.size for shard in merged.shards),
@@ -242,9 +257,15 @@ def _weights_as_json(merged: Merged) -> dict[str, Any]:
 
 
 def _copied(merged: Merged) -> int:
-    places = {key: place for shard in merged.shards for key, place in shard.places.items()}
-    copied_tensors = [(slot.copied, places[slot.name].dtype) for slot in merged.plan]
-    return sum(copied is not None and copied.tensor.dtype == dtype for copied, dtype in copied_tensors)
+    """How many tensors are copied byte for byte."""
+    dtypes: dict[str, str] = {}
+    for shard in merged.shards:
+        dtypes |= {name: place.dtype for name, place in shard.places.items()}
+
+    copied = 0
+    for slot in merged.plan:
+        copied += slot.copied is not None and slot.copied.tensor.dtype == dtypes[slot.name]
+    return copied
 
 
 def _print_weights(merged: Merged) -> None:
@@ -252,15 +273,16 @@ def _print_weights(merged: Merged) -> None:
     total = human_bytes(sum(shard.size for shard in merged.shards))
     shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
     assert plan.base.skeleton is not None  # of full weights
+    summary = f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}"
+
     source, owner, folder = plan.companions.config, plan.companions.owner("tokenizer"), plan.base.skeleton.name
-    place = f"{source} ({folder})" if folder != source else folder
-    print_plan(
-        plan,
-        f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}",
-        f"config and tokenizer from {place}"
-        if owner in (None, source)
-        else f"config from {place}, tokenizer from {owner}",
-    )
+    place = folder
+    if folder != source:
+        place = f"{source} ({folder})"
+    origins = f"config and tokenizer from {place}"
+    if owner not in (None, source):
+        origins = f"config from {place}, tokenizer from {owner}"
+    print_plan(plan, summary, origins)
     print_magnitudes(merged.magnitudes, merged.kept_share)
 
 
@@ -336,7 +358,9 @@ def export_command(
     from adapterswap.engines.gguf.layout import PreparedGguf
 
     only_with("--pieces", pieces, "by")
-    division = (by or "layer") if pieces else None
+    division = None
+    if pieces:
+        division = by or "layer"
     form = Form(max_rank=max_rank, max_error=max_error)
     plan = plan_of(path, request, base_model=base_model)
     check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
@@ -372,14 +396,19 @@ def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
     from adapterswap.core.companions.companions import CompanionPlan
 
     modules = sum(file.modules for file in exported.files)
-    files = f" in {len(exported.files)} files" if exported.is_pieces else ""
-    summary = f"{modules} modules of {exported.architecture} as {exported.outtype}{files}"
+    summary = f"{modules} modules of {exported.architecture} as {exported.outtype}"
+    if exported.is_pieces:
+        summary += f" in {len(exported.files)} files"
     print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
-    base = prepared.plan.base.at_hand
+    base, folder = prepared.plan.base.at_hand, None
+    if base is not None:
+        folder = base.folder
     experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
-    for line in CompanionPlan.on_the_base(experts, None if base is None else base.folder):
+    for line in CompanionPlan.on_the_base(experts, folder):
         note(line)
     print_errors_of_rank(prepared.adapter.errors)
+
+    # How to run it
     if (modelfile := exported.modelfile()) is not None:
         echo(
             "",

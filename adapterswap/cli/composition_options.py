@@ -6,6 +6,7 @@ folder's, or if `base` could mean two things.
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -56,15 +57,21 @@ def _parameter_option(parameter: Parameter) -> Option:
     kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
     flag, _ = words_of(parameter.name, "")
     option = Option([flag, parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter))
-    option.metavar = None if parameter.choices else {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
+    option.metavar = {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
+    if parameter.choices:
+        option.metavar = None
     option.rule, option.listed = parameter.allowed, False
     return option
 
 
 def parameter_text(parameter: Parameter) -> str:
     """A parameter's description with its default."""
-    default = str(parameter.default).lower() if isinstance(parameter.default, bool | str) else f"{parameter.default:g}"
-    shown = "required" if parameter.required else f"default: {default}"
+    if parameter.required:
+        shown = "required"
+    elif isinstance(parameter.default, bool | str):
+        shown = f"default: {str(parameter.default).lower()}"
+    else:
+        shown = f"default: {parameter.default:g}"
     return f"{parameter.description[0].upper()}{parameter.description[1:]}.  [{shown}]"
 
 
@@ -159,7 +166,8 @@ def plan_of(path: str | None, options: dict[str, Any], *, base_model: str | None
     if path is None or path.endswith((".yaml", ".yml")):
         return any_plan_from_options(options, recipe=path, base_model=base_model)
     fitting = {"num_layers", "tokenizer"}
-    if used := [key for key, value in options.items() if key not in fitting and value not in (None, (), False)]:
+    used = [key for key, value in options.items() if key not in fitting and value not in (None, (), False)]
+    if used:
         raise ArgumentError(
             f"`{used[0]}` only applies to a composition, not to the adapter {path}",
             "Leave out the option or the adapter",
@@ -180,16 +188,21 @@ def composition_from_options(
         fields.pop("allow_negative", None)
     experts, rules = fields.pop("experts", ()), options.get("rules", ())
     fields |= _more_parameters(options.get("more_parameters", ()), fields)
-    fields |= {"base_model": base_model} if base_model else {}
-    fields |= {"chains": chains} if (chains := _chains(fields.pop("chains", ()))) else {}
+    if base_model:
+        fields["base_model"] = base_model
+    chains = _chains(fields.pop("chains", ()))
+    if chains:
+        fields["chains"] = chains
     tasks, languages = options["task_expert"], options["language_expert"]
+
+    # A recipe, which a few options may complete
     if recipe:
-        others = fields.keys() - {
-            "base_model", "num_layers", "allow_negative", "task_type", "tokenizer", "config_from",
-        }  # fmt: skip
-        if tasks or languages or experts or rules or others:
+        completing = {"base_model", "num_layers", "allow_negative", "task_type", "tokenizer", "config_from"}
+        if tasks or languages or experts or rules or fields.keys() - completing:
             raise click.UsageError("A recipe says what to compose: pass either a recipe or these options, not both.")
         return _from_recipe(recipe).model_copy(update=fields)
+
+    # Experts by name
     if experts or rules:
         if rules and (tasks or languages) and not experts:
             raise click.UsageError("--rule needs names: pass --expert NAME=PATH instead of -t and -l.")
@@ -198,6 +211,8 @@ def composition_from_options(
                 "Pass experts with either --expert or --task-expert and --language-expert, not both."
             )
         return _by_rules(named_experts(experts), rules, fields)
+
+    # Two sides
     if chains:
         raise click.UsageError("--chain requires the adapters that it names: pass --expert NAME=PATH.")
     if not tasks or not languages:
@@ -207,18 +222,20 @@ def composition_from_options(
 
 def _from_recipe(recipe: str) -> Composition:
     """A recipe's composition. `recipe_dtype` returns the dtype of a mergekit YAML."""
-    from adapterswap.core import read_composition
-    from adapterswap.core.planning.mergekit import MergekitMerge, read_mergekit
     from adapterswap.kit.files.yaml import find_recipe
+    from adapterswap.tools.mergekit import MergekitMerge, read_mergekit
+    from adapterswap.tools.recipes import read_composition
 
     path = find_recipe(recipe, "compose")
-    return read_mergekit(path).composition if MergekitMerge.is_at(path) else read_composition(path)
+    if MergekitMerge.is_at(path):
+        return read_mergekit(path).composition
+    return read_composition(path)
 
 
 def recipe_dtype(path: str | None, requested: Dtype | None = None) -> Dtype | None:
     """The dtype of full weights: from the option, or from a mergekit YAML at `path`."""
-    from adapterswap.core.planning.mergekit import MergekitMerge
     from adapterswap.kit.files.yaml import find_recipe
+    from adapterswap.tools.mergekit import MergekitMerge
 
     if path is None or not path.endswith((".yaml", ".yml")):
         return requested
@@ -296,14 +313,17 @@ def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, 
     if fields.keys() & {"task_weight", "language_weight"}:
         raise click.UsageError("Put weights into a rule: --rule 'math*2 + swahili'.")
     chains = fields.get("chains", {})
-    in_chains = {part for parts in chains.values() for part in parts}
+    in_chains = {*itertools.chain(*chains.values())}
     names = [*chains, *(name for name in experts if name not in in_chains)]
     if fields["method"] != "soup":
         return {**fields, "task": names, "language": [BASE]}
+
     # A soup with the base on the other side would be half of the experts' average.
     others = {key: value for key, value in fields.items() if key not in ("method", "weights")}
     rule: dict[str, Any] = {"blend": dict.fromkeys(names, 1)}
-    return {**others, "rules": [{**rule, "weights": "magnitude"} if fields.get("weights") == "magnitude" else rule]}
+    if fields.get("weights") == "magnitude":
+        rule["weights"] = "magnitude"
+    return {**others, "rules": [rule]}
 
 
 def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -313,11 +333,15 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
         name, equals, value = setting.partition("=")
         if not equals or not name or not value:
             raise click.UsageError(f"--parameter {setting!r} is not NAME=VALUE.")
-        if name in values or name in fields:
-            both = "twice by --parameter" if name in values else f"both by {words_of(name, '')[0]} and by --parameter"
-            raise click.UsageError(f"{name} was passed {both}.")
+        if name in values:
+            raise click.UsageError(f"{name} was passed twice by --parameter.")
+        if name in fields:
+            raise click.UsageError(f"{name} was passed both by {words_of(name, '')[0]} and by --parameter.")
         values[name] = value
-    return {"parameters": values} if values else {}
+
+    if not values:
+        return {}
+    return {"parameters": values}
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
@@ -325,14 +349,17 @@ def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[st
 
     if BASE in (*tasks, *languages) and os.path.isdir(BASE) and Processes.is_first():
         note(f"note: `{BASE}` means the unchanged base model; pass ./{BASE} for the folder")
+
     experts: dict[str, str] = {}
     sides: dict[str, list[str]] = {"task": [], "language": []}
     for side, references in (("task", tasks), ("language", languages)):
         for reference in references:
-            name = BASE if reference == BASE else ExpertName.choose(reference, experts, side)
+            if reference == BASE:
+                sides[side].append(BASE)
+                continue
+            name = ExpertName.choose(reference, experts, side)
+            if name != ExpertName.of(reference):
+                note(f"using the name {name!r} for {reference}")
             sides[side].append(name)
-            if name != BASE:
-                experts[name] = reference
-                if name != ExpertName.of(reference):
-                    note(f"using the name {name!r} for {reference}")
+            experts[name] = reference
     return {"experts": experts, **sides}

@@ -29,7 +29,17 @@ from adapterswap.cli.options import (
     parsed_arguments,
     together,
 )
-from adapterswap.cli.output import count_bar, echo, note, note_dry_run, note_output, print_json, print_rows, working
+from adapterswap.cli.output import (
+    count_bar,
+    echo,
+    note,
+    note_dry_run,
+    note_output,
+    number_text,
+    print_json,
+    print_rows,
+    working,
+)
 from adapterswap.cli.signature import Options, declare
 from adapterswap.kit.processes import Processes
 
@@ -241,19 +251,14 @@ def _dry_run(prepared: Evaluation, as_json: bool) -> None:
         return
     if prepared.subject.plan is not None:
         echo(*prepared.subject.plan.strip.splitlines())
+
     heads = ("task", "shots", "documents", "requests", "longest prompt", "room for output")
-    rows = [
-        (
-            task.name,
-            task.num_fewshot,
-            task.num_docs,
-            task.num_requests,
-            task.longest,
-            "" if task.room is None else task.room,
-        )
-        for task in previews
-    ]
+    rows: list[list[Any]] = []
+    for task in previews:
+        room = number_text(task.room, "d", missing="")
+        rows.append([task.name, task.num_fewshot, task.num_docs, task.num_requests, task.longest, room])
     print_rows(*heads, rows=rows)
+
     echo("", f"The first prompt of {previews[0].name}:", "", *previews[0].prompt.split("\n"))
     for task in previews:
         if task.room is not None and task.max_gen_toks is not None and task.room < task.max_gen_toks:
@@ -280,17 +285,20 @@ def _print(result: EvaluationResult) -> None:
     """Print a table for each set of tasks with the same scores, with a row per task."""
     for tasks in result.by_scores():
         columns = [(score.metric, score.filter) for score in tasks[0].scores]
-        heads = [metric if name == "none" else f"{metric}\n{name}" for metric, name in columns]
+        heads = [f"{metric}\n{name}".removesuffix("\nnone") for metric, name in columns]
         rows: list[list[Any]] = []
         for task in tasks:
-            shots = "differ" if task.num_fewshot is None else task.num_fewshot
+            shots = number_text(task.num_fewshot, "d", missing="differ")
             scores = [_with_error(score.value, score.stderr) for score in task.scores]
             rows.append([task.name, shots, task.num_docs, *scores])
         print_rows("task", "shots", "n", *heads, rows=rows)
 
 
 def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+    text = f"{value:{sign}.3f}"
+    if stderr is not None:
+        text += f" ± {stderr:.3f}"
+    return text
 
 
 def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
@@ -298,6 +306,7 @@ def _remarks(result: EvaluationResult, max_gen_toks: int) -> None:
     requested_shots = result.settings["num_fewshot"]
     if "one_by_one" in result.settings:
         note("requests were answered one by one: beside longer ones in a batch, this model answers them differently")
+
     for task in result.tasks.values():
         if not task.scores:
             note(f"{task.name} has no score: let a judge label the responses in samples.jsonl")

@@ -65,10 +65,17 @@ def lab_command(
 
     constructed = seeds is not None or rebuild_base or jobs is not None
     if scene is None:
-        chosen, hint = ("gap", "") if constructed else ("french", "") if experts_path else FrenchPlan.default_scene()
-        scene = "french" if chosen == "french" else "gap"
+        chosen, hint = "gap", ""
+        if experts_path and not constructed:
+            chosen = "french"
+        elif not constructed:
+            chosen, hint = FrenchPlan.default_scene()
         if hint:
             note(f"scene gap; {hint}")
+
+        scene = "gap"
+        if chosen == "french":
+            scene = "french"
     if scene == "french":
         if constructed:
             raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
@@ -101,7 +108,10 @@ def run_constructed(
 
     plan = LabPlan.of(scene, seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
     if dry_run:
-        print_json({"dry_run": True, **plan.to_json()}) if as_json else _print_plan(plan)
+        if as_json:
+            print_json({"dry_run": True, **plan.to_json()})
+        else:
+            _print_plan(plan)
         return
     with _progress(seeds) as progress:
         study = plan.run(jobs=jobs, tell=progress.tell, finished=progress.finish)
@@ -165,7 +175,9 @@ class _Stages:
 
 def _print_plan(plan: LabPlan) -> None:
     scene, sizes, number = plan.scene, plan.sizes, len(plan.pretrained)
-    bases = f"{number} pretrained, about three minutes each" if number else "shipped"
+    bases = "shipped"
+    if number:
+        bases = f"{number} pretrained, about three minutes each"
     lines = {
         "scene": scene.name,
         "seeds": f"{plan.seeds}; bases: {bases}",
@@ -199,8 +211,9 @@ class _SeedRows:
 
     def finish(self, seed: int, result: SeedResult) -> None:
         row = self._rows.pop(seed, None)
-        took = "" if row is None else f" ({row.elapsed})"
+        took = ""
         if row is not None:
+            took = f" ({row.elapsed})"
             self._bars.remove(row)
         scores = ", ".join(f"{name} {result.right[name]['xx'].mean():.3f}" for name in _SHOWN)
         note(f"seed {seed}: xx math: {scores}{took}")

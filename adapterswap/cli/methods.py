@@ -39,10 +39,16 @@ def methods_command(name: Annotated[str, MethodName()] | None = None, *, as_json
 
 
 def _as_json(method: Method) -> dict[str, Any]:
+    defaults: dict[str, Any] = {}
+    for parameter in method.parameters:
+        defaults[parameter.name] = None
+        if not parameter.required:
+            defaults[parameter.name] = parameter.default
+
     return {
         "formula": method.formula,
         "parameters": [parameter.name for parameter in method.parameters],
-        "defaults": {p.name: None if p.required else p.default for p in method.parameters},
+        "defaults": defaults,
         "linear": method.linear,
         "in_adapters": method.in_adapters,
         "acts_on": method.acts_on,
@@ -59,7 +65,9 @@ def _as_json(method: Method) -> dict[str, Any]:
 
 def _print(method: Method) -> None:
     """Print one method, with the options of its parameters."""
-    echo(f"{method.name}: {method.formula}", *([method.notes] if method.notes else []))
+    echo(f"{method.name}: {method.formula}")
+    if method.notes:
+        echo(method.notes)
     echo(f"in an adapter: {method.in_adapters}", f"reference: {method.reference}")
     for parameter in method.parameters:
         flag = f"--parameter {parameter.name}="
@@ -69,10 +77,10 @@ def _print(method: Method) -> None:
 
 
 def _print_all(methods: dict[str, Method]) -> None:
-    rows = [
-        (name, method.in_adapters, ", ".join(p.name for p in method.parameters) or "–", method.reference)
-        for name, method in methods.items()
-    ]
+    rows: list[tuple[str, ...]] = []
+    for name, method in methods.items():
+        parameters = ", ".join(parameter.name for parameter in method.parameters)
+        rows.append((name, method.in_adapters, parameters or "–", method.reference))
     print_rows("method", "in an adapter", "parameters", "reference", rows=rows, left=4)
     echo("")
     for name, method in methods.items():

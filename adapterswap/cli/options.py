@@ -57,16 +57,22 @@ class ExpertPath(EntryPath):
     """
 
     def __init__(self, *, or_recipe: bool = False) -> None:
-        super().__init__("file" if or_recipe else "dir")
+        super().__init__("dir")
+        if or_recipe:
+            self.kind = "file"
         self.or_recipe = or_recipe
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         from adapterswap.core.model.sources import Reference
 
         name, equals, typed = incomplete.rpartition("=")
-        completions = _entries(
-            typed, lambda path: any((path / m).is_file() for m in _MARKS) or (self.or_recipe and _is_recipe(path))
-        )
+
+        def is_offered(path: Path) -> bool:
+            if self.or_recipe and _is_recipe(path):
+                return True
+            return any((path / mark).is_file() for mark in _MARKS)
+
+        completions = _entries(typed, is_offered)
         cached = [repo for repo in Reference.cached_models() if repo.startswith(typed)]
         return _as_items([name + equals + entry for entry in (*completions, *cached)], incomplete, self.kind)
 
@@ -90,7 +96,8 @@ class RecipePath(EntryPath):
 def _entries(typed: str, is_offered: Callable[[Path], bool]) -> list[str]:
     """The entries that start with `typed`: those that `is_offered` accepts, and all other folders with a trailing /."""
     head, _, tail = typed.rpartition("/")
-    head += "/" if "/" in typed else ""
+    if "/" in typed:
+        head += "/"
     try:
         paths = sorted(Path(os.path.expanduser(head) or ".").iterdir())
     except OSError:
@@ -231,7 +238,9 @@ class Push(NamedTuple):
         """Say what would be uploaded, in a dry run, and what was not checked."""
         if self.repo is None:
             return
-        branch = f", branch {self.settings['revision']}" if self.settings["revision"] else ""
+        branch = ""
+        if self.settings["revision"]:
+            branch = f", branch {self.settings['revision']}"
         visible = {True: "only if it is private", False: "public if it is new", None: "private if it is new"}
         note(
             f"would be uploaded to {self.repo}{branch} ({visible[self.settings['private']]}). Not checked: the login, "

@@ -68,17 +68,21 @@ _OPENING = re.compile(
 def print_errors(problems: Iterable[object], command: click.Command | None = None) -> None:
     """Print a line per problem to stderr, with parameters as the flags of `command`, if it is known."""
     for problem in problems:
-        text = with_flags(str(problem), command) if command else str(problem)
-        text = text[:1].upper() + text[1:] if _OPENING.match(text) else text
+        text = str(problem)
+        if command is not None:
+            text = with_flags(text, command)
+        if _OPENING.match(text):
+            text = text[:1].upper() + text[1:]
         click.echo(f"Error: {text}", err=True)
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
     """Parameter → option; for a group, those of all its commands."""
     if isinstance(command, click.Group):
-        return {
-            name: option for subcommand in command.commands.values() for name, option in _options(subcommand).items()
-        }
+        options: dict[str, click.Option] = {}
+        for subcommand in command.commands.values():
+            options |= _options(subcommand)
+        return options
     return {option.name: option for option in command.params if isinstance(option, click.Option) and option.name}
 
 
@@ -161,16 +165,27 @@ def note_output(out_path: str | Path, contents: str = "", *, dry_run: bool = Fal
     if dry_run:
         note_dry_run()
     else:
-        note(f"written to {out_path}" + (f": {contents}" if contents else ""))
+        if contents:
+            contents = f": {contents}"
+        note(f"written to {out_path}{contents}")
 
 
 def human_bytes(count: float) -> str:
     """A number of bytes with a decimal unit: `336.0 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        count /= 1000
         if count < 1000 or unit == "GB":
             break
-        count /= 1000
-    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+    return f"{count:.1f} {unit}"
+
+
+def number_text(value: float | None, form: str = ".3f", *, missing: str = "–") -> str:
+    """A number in a format, or a dash for one that there is not."""
+    if value is None:
+        return missing
+    return format(value, form)
 
 
 def table(*heads: str, rows: Iterable[Iterable[Any]], left: int = 1, title: str | None = None) -> Table:
@@ -193,7 +208,9 @@ def print_table(*tables: Table, width: int = 120) -> None:
     """Print tables to stdout: as wide as the terminal, or `width` characters without one."""
     from rich.console import Console
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else width)
+    console = Console(file=sys.stdout)
+    if not sys.stdout.isatty():
+        console.width = width
     for shown in tables:
         console.print(shown)
 

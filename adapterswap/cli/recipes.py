@@ -145,7 +145,11 @@ def validate(files: Annotated[tuple[str, ...], RecipePath(), "FILE..."], *, as_j
         print_json(checked)
     else:
         for recipe in checked:
-            echo(f"{recipe['path']}: {'valid (' + recipe['kind'] + ')' if recipe['kind'] else 'invalid'}")
-        print_errors([problem for error in errors for problem in error.problems])
+            verdict = "invalid"
+            if recipe["kind"]:
+                verdict = f"valid ({recipe['kind']})"
+            echo(f"{recipe['path']}: {verdict}")
+        for found in errors:
+            print_errors(found.problems)
     if errors:
         sys.exit(1)

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Annotated
 
 from adapterswap.cli.options import Folder, Json, Output, Text
-from adapterswap.cli.output import echo, note, note_output, print_json, print_table, table, working
+from adapterswap.cli.output import echo, note, note_output, number_text, print_json, print_table, table, working
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
@@ -93,16 +93,20 @@ def report_command(
         raise ArgumentError(
             "`out_path` is required for a report of several runs", "Pass the folder to write", parameter="out_path"
         )
+
+    written, drawn = target, figures
     if dry_run:
         check_targets([expand(run) for run in runs], target, figures, overwrite=overwrite)
+        written = drawn = None
     style = TableStyle(list(rows) or None, _names(columns), percent, label, caption, wide)
     with working("computing the report"):
         results = report(
-            runs, None if dry_run else target, reference=reference, methods=_names(methods), units=_names(units),
-            figures=None if dry_run else figures, column_width=column_width, table=style, title=title,
+            runs, written, reference=reference, methods=_names(methods), units=_names(units),
+            figures=drawn, column_width=column_width, table=style, title=title,
             task_label=_labels(task_label, "task_label"), expert_label=_labels(expert_label, "expert_label"),
             overwrite=overwrite,
         )  # fmt: skip
+
     if as_json:
         print_json({"dry_run": dry_run, **results.as_json()})
     else:
@@ -120,15 +124,17 @@ def _default_out_path(run: str | Path) -> Path:
     from adapterswap.kit.files.text import expand
 
     folder = expand(run)
-    named_folder = folder.resolve() if folder.name in ("", "..") else folder  # `.` has no name to add -report to
-    return named_folder.with_name(f"{named_folder.name}-report")
+    if folder.name in ("", ".."):
+        folder = folder.resolve()  # `.` has no name to add -report to
+    return folder.with_name(f"{folder.name}-report")
 
 
 def _names(options: tuple[str, ...]) -> list[str] | None:
     """The names, separated by commas or by repeating the option; None if the option was not used."""
     if not options:
         return None
-    return [name.strip() for option in options for name in option.split(",") if name.strip()]
+    names = [name.strip() for name in ",".join(options).split(",")]
+    return [name for name in names if name]
 
 
 def _labels(options: tuple[str, ...], parameter: str) -> dict[str, str]:
@@ -147,7 +153,10 @@ def _labels(options: tuple[str, ...], parameter: str) -> dict[str, str]:
 
 
 def _print(report: Report) -> None:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    width = _WIDTH
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+
     left_out: dict[str, None] = {}
     for target in report.targets:
         shown, names = _table(report, target, width)
@@ -155,22 +164,32 @@ def _print(report: Report) -> None:
         left_out |= dict.fromkeys(names)
     if left_out:
         note(f"Too wide for {width} characters: {', '.join(left_out)}; see tables.csv")
-    ranks = report.ranking.ranks if report.ranking is not None else None
-    if ranks is not None and ranks.p is not None:
-        assert report.ranking is not None
-        kind = report.ranking.group if report.ranking.over_groups else "settings"
+
+    ranking = report.ranking
+    if ranking is not None and ranking.ranks is not None and ranking.ranks.p is not None:
+        ranks = ranking.ranks
+        kind = "settings"
+        if ranking.over_groups:
+            kind = ranking.group
+
         over = f"Friedman over {ranks.settings} {kind} and {len(ranks.mean_ranks)} methods"
         echo(f"{over}: χ² = {ranks.statistic:.2f}, p = {ranks.p:.3g}, Kendall's W = {ranks.agreement:.2f}")
-        if report.ranking.single:
+        if ranking.single:
             note(
-                f"{', '.join(report.ranking.single)} compose nothing and raise χ², since they are far from the others; "
+                f"{', '.join(ranking.single)} compose nothing and raise χ², since they are far from the others; "
                 "use --methods compositions to leave them out"
             )
-    for remark in (*report.untested, *(report.remarks if report.kind == "sweep" else ())):
+
+    for remark in report.untested:
         note(remark)
+    if report.kind == "sweep":
+        for remark in report.remarks:
+            note(remark)
     if report.preregistration is not None:
-        differences = "; ".join(report.preregistration.differences)
-        note(f"Registered before the run: {f'the run differs: {differences}' if differences else 'the run matches'}")
+        outcome = "the run matches"
+        if report.preregistration.differences:
+            outcome = f"the run differs: {'; '.join(report.preregistration.differences)}"
+        note(f"Registered before the run: {outcome}")
     if report.missing:
         note(f"{sum(report.missing.values())} of {report.cells} cells are not finished")
 
@@ -179,24 +198,28 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
     """A target's table with the columns that fit, and the heads of the others; the least important go first."""
     from rich.cells import cell_len
 
+    # Columns that only some reports have
+    extra: dict[str, str] = {}
+    for head, name in {"other tasks": "understanding", "in language": "fidelity"}.items():
+        if any(getattr(row, name) is not None for row in target.rows):
+            extra[head] = name
     reduced = any(row.relative_error is not None for row in target.rows)
-    extra = {
-        head: name
-        for head, name in {"other tasks": "understanding", "in language": "fidelity"}.items()
-        if any(getattr(row, name) is not None for row in target.rows)
-    }
+
     lines = [["method", report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all",
-              "papers' mean", *extra, *["ΔW error"] * reduced]]  # fmt: skip
-    lines += [
-        [*_cells(row), *(_text(getattr(row, name)) for name in extra.values()), *[_error(row)] * reduced]
-        for row in target.rows
-    ]
+              "papers' mean", *extra]]  # fmt: skip
+    lines += [[*_cells(row), *(number_text(getattr(row, name)) for name in extra.values())] for row in target.rows]
+    if reduced:
+        errors = [_error(row) for row in target.rows]
+        for line, cell in zip(lines, ["ΔW error", *errors], strict=True):
+            line.append(cell)
+
     columns = [list(column) for column in zip(*lines, strict=True)]
     for place in (2, 4):
         if not any(row.spread and row.spread.units > 1 for row in target.rows):
             columns[place] = []  # one unit has no minimum and maximum beside its mean
     if not target.chosen:
         columns[_PAPERS] = []  # nothing was selected, so it is the mean again
+
     left_out = []
     for place in _LEAST:
         if not columns[place]:
@@ -205,6 +228,7 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
             break
         left_out.append(columns[place][0])
         columns[place] = []
+
     heads, *rows = zip(*filter(None, columns), strict=True)
     documents = f"{target.report} documents"
     if target.groups is not None:
@@ -213,37 +237,41 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
 
 
 def _cells(row: MethodRow) -> list[str]:
-    spread, difference = row.spread, row.difference
-    several = spread if spread and spread.units > 1 else None
-    return [
-        row.label,
-        str(len(row.chosen)) if len(row.chosen) == row.expected else f"{len(row.chosen)} of {row.expected}",
-        *map(
-            _text,
-            (several.min if several else None, spread.mean if spread else None, several.max if several else None),
-        ),
-        "–" if difference is None else _signed(difference.mean),
-        _interval(row),
-        *map(_text, (row.english, row.all_languages, row.papers.mean if row.papers else None)),
-    ]
+    """The cells that every report has."""
+    units = f"{len(row.chosen)}"
+    if len(row.chosen) != row.expected:
+        units += f" of {row.expected}"
 
+    minimum = mean = maximum = None
+    if row.spread:
+        mean = row.spread.mean
+        if row.spread.units > 1:
+            minimum, maximum = row.spread.min, row.spread.max
 
-def _interval(row: MethodRow) -> str:
-    interval = row.difference and row.difference.interval
-    return " … ".join(map(_signed, interval)) if interval else "–"
+    difference = interval = "–"
+    if row.difference is not None:
+        difference = _signed(row.difference.mean)
+        if row.difference.interval:
+            interval = " … ".join(map(_signed, row.difference.interval))
+
+    papers = None
+    if row.papers:
+        papers = row.papers.mean
+    others = map(number_text, (row.english, row.all_languages, papers))
+    return [row.label, units, *map(number_text, (minimum, mean, maximum)), difference, interval, *others]
 
 
 def _signed(value: float) -> str:
     """A number with its sign; zero after rounding has none."""
     text = f"{value:+.3f}"
-    return "0.000" if float(text) == 0 else text
+    if float(text) == 0:
+        return "0.000"
+    return text
 
 
 def _error(row: MethodRow) -> str:
     from adapterswap.core import error_text
 
-    return "–" if row.relative_error is None else error_text(row.relative_error)
-
-
-def _text(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    if row.relative_error is None:
+        return "–"
+    return error_text(row.relative_error)

@@ -49,8 +49,10 @@ def _refuse_reserved(option: str, all_args: list[str]) -> None:
     from adapterswap.engines.serving.llama_cpp import LlamaLaunch
     from adapterswap.engines.serving.vllm import Launch
 
-    launch = LlamaLaunch if {"llama.cpp", "--engine=llama.cpp"} & {*all_args} else Launch
-    launch.check_reserved([option])
+    if {"llama.cpp", "--engine=llama.cpp"} & {*all_args}:
+        LlamaLaunch.check_reserved([option])
+    else:
+        Launch.check_reserved([option])
 
 
 @declare("serve", cls=_Serve)
@@ -103,6 +105,8 @@ def serve_command(
     if base_model is None:
         raise click.UsageError("Pass --base-model, or name the base in experts.yaml: base_model: PATH|ID.")
     engine_args = (*manifest.engine_args, *engine_args)
+
+    # llama.cpp: this process stays, in front of its server
     if gguf is not None:
         from adapterswap.engines.serving.llama_cpp import LlamaLaunch
         from adapterswap.engines.serving.pieces import PieceComposer
@@ -115,8 +119,13 @@ def serve_command(
         opened = {name: pieces.open(name) for name in manifest.adapters}
         warned = [*pieces.unchecked, *filter(None, [llama.remark])]
         _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
-        note_dry_run("started") if dry_run else llama.serve(pieces)
+        if dry_run:
+            note_dry_run("started")
+        else:
+            llama.serve(pieces)
         return
+
+    # vLLM: its server takes the place of this process
     import os
 
     from adapterswap.engines.serving import NamedComposer
@@ -124,7 +133,8 @@ def serve_command(
     from adapterswap.kit.errors import ExpertError, Problems
 
     composer = NamedComposer(manifest, base_model, store, None)
-    problems, experts = Problems(ExpertError), {}
+    experts: dict[str, Adapter] = {}
+    problems = Problems(ExpertError)
     for name in manifest.adapters:
         with problems.collect():
             experts[name] = composer.open(name)
@@ -173,7 +183,9 @@ def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
         f"chosen: rank up to {rank}, {loras} adapters in one batch",
         "The environment and the command, and a request to send once it prints ready:",
     ]
-    ranks = {name: max(module.rank for module in adapter.modules.values()) for name, adapter in experts.items()}
+    ranks: dict[str, int] = {}
+    for name, adapter in experts.items():
+        ranks[name] = max(module.rank for module in adapter.modules.values())
     variables = [f"{name}={shlex.join([value])} " for name, value in launch.env.items()]
     return _Shown(facts, f"at most {limit} compositions", remarks, ranks, "".join(variables))
 
@@ -204,7 +216,10 @@ def _show(
     example = manifest.names[0]
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"
-    served = f"only {', '.join(manifest.allow)}" if manifest.allow is not None else "every TASK+LANGUAGE pair"
+    served, allow = "every TASK+LANGUAGE pair", None
+    if manifest.allow is not None:
+        served, allow = f"only {', '.join(manifest.allow)}", list(manifest.allow)
+
     briefly = started and not (as_json or is_verbose())
     if briefly:
         count = f"{len(manifest.experts)} expert{'s' * (len(manifest.experts) > 1)}"
@@ -212,20 +227,25 @@ def _show(
         note(f"serving {base} at {launch.url}; metrics at {launch.url}/metrics")
     elif not as_json:
         for name, adapter in experts.items():
-            rank = f"rank {shown.ranks[name]}, " if shown.ranks else ""
-            note(f"{name}: {adapter.source}, {rank}{human_bytes(adapter.file.size)}")
+            details = [str(adapter.source), human_bytes(adapter.file.size)]
+            if shown.ranks:
+                details.insert(1, f"rank {shown.ranks[name]}")
+            note(f"{name}: {', '.join(details)}")
+
     for line in (*composer.other_bases(experts), *unchecked):
         note(f"Warning: {line}")
-    for line in CompanionPlan.on_the_base(
-        {name: one.source.folder for name, one in experts.items()}, Reference(composer.base_model).cached_folder
-    ):
+    folders = {name: expert.source.folder for name, expert in experts.items()}
+    for line in CompanionPlan.on_the_base(folders, Reference(composer.base_model).cached_folder):
         note(line)
     if manifest.skipped:
         note(f"left out, since they are compositions, which the server makes: {', '.join(manifest.skipped)}")
+
     if as_json:
-        ranks = {name: {"rank": rank} for name, rank in shown.ranks.items()}
-        listed = {name: {"source": str(one.source), **ranks.get(name, {})} for name, one in experts.items()}
-        allow = None if manifest.allow is None else list(manifest.allow)
+        listed: dict[str, dict[str, Any]] = {}
+        for name, expert in experts.items():
+            listed[name] = {"source": str(expert.source)}
+            if name in shown.ranks:
+                listed[name]["rank"] = shown.ranks[name]
         content = {"command": list(launch.command), "url": launch.url, **shown.facts, "experts": listed}
         print_json({"started": started, **content, "allow": allow, "cache": str(cache), "curl": curl})
         return
@@ -241,4 +261,6 @@ _LONG = 300  # characters of an argument: llama.cpp gets the paths of all pieces
 
 def _shortened(argument: str) -> str:
     """An argument as it is shown: the beginning of a long one, unless --verbose or --json asks for all of it."""
-    return argument if len(argument) <= _LONG or is_verbose() else f"{argument[: _LONG // 2]}… (--verbose shows it)"
+    if len(argument) <= _LONG or is_verbose():
+        return argument
+    return f"{argument[: _LONG // 2]}… (--verbose shows it)"

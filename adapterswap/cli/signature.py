@@ -117,18 +117,25 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {title: [] for title in GROUPS}
-        homes = {name: title for title, names in GROUPS.items() for name in names}
+        homes: dict[str, str] = {}
+        for title, names in GROUPS.items():
+            homes |= dict.fromkeys(names, title)
         places = {name: place for place, name in enumerate(homes)}
-        options = {
-            "--help" if "--help" in p.opts else p.name or "": p
-            for p in self.get_params(ctx)
-            if isinstance(p, click.Option)
-        }
+
+        options: dict[str, click.Option] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option):
+                name = param.name or ""
+                if "--help" in param.opts:
+                    name = "--help"
+                options[name] = param
+
         for name in sorted(options, key=lambda name: places.get(name, -1)):
             if getattr(options[name], "listed", True):
                 groups[homes.get(name, "Options")] += filter(None, [options[name].get_help_record(ctx)])
         if sum(map(len, groups.values())) <= _FEW:
             groups = {"Options": [*itertools.chain(*groups.values())]}
+
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
@@ -193,15 +200,20 @@ class _Form(NamedTuple):
 def _form(hint: Any) -> _Form:
     more: list[Any] = []
     metavar, multiple = None, False
+
+    # From the outside to the kind of one value
     while (origin := get_origin(hint)) in (Annotated, Union, types.UnionType, tuple):
         if origin is Annotated:
             more += hint.__metadata__
             words = [item for item in hint.__metadata__ if isinstance(item, str) and not item.startswith("-")]
-            metavar, hint = metavar or (words[-1] if words else None), hint.__origin__
+            if words:
+                metavar = metavar or words[-1]
+            hint = hint.__origin__
         elif origin is tuple:
             hint, multiple = get_args(hint)[0], True
         else:
             hint = next(part for part in get_args(hint) if part is not type(None))
+
     return _Form(
         hint,
         [item for item in more if isinstance(item, click.ParamType)],
@@ -223,20 +235,23 @@ def _parameters(
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         form = _form(hints[name])
-        required = parameter.default is parameter.empty
+
         # click takes a default of None for a value, so a required parameter must have none at all.
-        default = {} if required or form.multiple else {"default": parameter.default}
+        required = parameter.default is parameter.empty
+        default: dict[str, Any] = {}
+        if not required and not form.multiple:
+            default["default"] = parameter.default
+
         if form.options is not None:
             inner, make = _parameters(form.options.make, texts)
             inner += form.options.more
             bundles[name] = make, [param.name or "" for param in inner]
             params += inner
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-            params.append(click.Argument(
-                [name], type=_type(form), nargs=-1 if form.multiple else 1,
-                metavar=form.metavar if form.multiple else None,
-                required=required, **default,
-            ))  # fmt: skip
+            argument = click.Argument([name], type=_type(form), required=required, **default)
+            if form.multiple:
+                argument = click.Argument([name], type=_type(form), required=required, nargs=-1, metavar=form.metavar)
+            params.append(argument)
         else:
             params.append(_option(name, form, default, texts.get(name, _HELP.get(name, "")), required=required))
 
@@ -252,15 +267,22 @@ def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, requi
     names_output = required and name == "out_path"
     if names_output:
         text += "  [required, except with --dry-run]"
+
     is_flag = form.kind is bool and not form.types and not form.metavar
+    kind, metavar = _type(form), form.metavar
+    if is_flag:
+        kind = None
+    elif not form.types:
+        metavar = metavar or {int: "N", float: "X"}.get(form.kind)
+
     option = Option(
         [*(form.flags or [f"--{name.replace('_', '-')}"]), name],
-        type=None if is_flag else _type(form),
+        type=kind,
         is_flag=is_flag,
         multiple=form.multiple,
         show_default=not any(default.get("default") is value for value in (None, False)),
         required=required and not names_output,
-        metavar=form.metavar or (None if form.types or is_flag else {int: "N", float: "X"}.get(form.kind)),
+        metavar=metavar,
         help=text,
         **default,
     )
@@ -271,7 +293,9 @@ def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, requi
 def _type(form: _Form) -> click.ParamType[Any] | Any:
     if form.types:
         return form.types[0]
-    return click.Choice(get_args(form.kind)) if get_origin(form.kind) is Literal else form.kind
+    if get_origin(form.kind) is Literal:
+        return click.Choice(get_args(form.kind))
+    return form.kind
 
 
 def _rule(form: _Form, kind: click.ParamType[Any]) -> str:
@@ -279,8 +303,12 @@ def _rule(form: _Form, kind: click.ParamType[Any]) -> str:
     if isinstance(kind, click.Choice):
         return f"one of {', '.join(map(str, kind.choices))}"
     if isinstance(kind, click.IntRange) and kind.min is not None:
-        return f"{kind.min} or more" if kind.max is None else f"{kind.min} to {kind.max}"
-    return "" if form.types else _RULES.get(form.kind, "")
+        if kind.max is None:
+            return f"{kind.min} or more"
+        return f"{kind.min} to {kind.max}"
+    if form.types:
+        return ""
+    return _RULES.get(form.kind, "")
 
 
 # Sections of a docstring: their indented lines.
@@ -292,7 +320,9 @@ _ARGS, _EXAMPLES = (
 def _lines(section: re.Pattern[str], function: Callable[..., Any]) -> str:
     """The lines of a section; empty if there is none."""
     found = section.search(inspect.getdoc(function) or "")
-    return textwrap.dedent(found["lines"]).strip() if found else ""
+    if found is None:
+        return ""
+    return textwrap.dedent(found["lines"]).strip()
 
 
 def _args(function: Callable[..., Any]) -> dict[str, str]:

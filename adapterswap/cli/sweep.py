@@ -37,6 +37,7 @@ from adapterswap.cli.output import (
     note,
     note_dry_run,
     note_output,
+    number_text,
     print_json,
     print_line,
     print_rows,
@@ -127,16 +128,18 @@ def sweep_command(
     sweep_recipe = SweepRecipe.read(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
+
     with working("reading experts and tasks", shown=Processes.is_first()):
         prepared = prepare(
             sweep_recipe,
             confirm_run_unsafe_code=confirm_run_unsafe_code,
             trust_task_code=trust_task_code,
-            out_path=None if freeze else out_path,
+            out_path=None if freeze else out_path,  # of a registration nothing else is written
             overwrite=overwrite,
         )
-    for line in prepared.notes if Processes.is_first() else ():
-        note(line)
+    if Processes.is_first():
+        for line in prepared.notes:
+            note(line)
     if freeze:
         from adapterswap.experiments.sweeps.recording import Preregistration
 
@@ -146,7 +149,10 @@ def sweep_command(
                 prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run
             )
             summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
-            print_json({"dry_run": dry_run, **summary}) if as_json else echo(content["sha256"])
+            if as_json:
+                print_json({"dry_run": dry_run, **summary})
+            else:
+                echo(content["sha256"])
             note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
         return
     if dry_run:
@@ -162,6 +168,7 @@ def sweep_command(
                     echo("", name, *plan.strip.splitlines())
             note_dry_run("evaluated")
         return
+
     with together(device) as processes, _progress(shown=processes.main) as tell:
         run = sweep(
             prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, ray=ray, workers=workers,
@@ -193,20 +200,28 @@ def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
 
         def update(progress: SweepProgress) -> None:
             nonlocal requests, tenths, name
-            best = "" if progress.best is None else f"best {progress.value:.3f} {progress.best.short}"
+            best, part = "", 0.0
+            if progress.best is not None:
+                best = f"best {progress.value:.3f} {progress.best.short}"
+            if progress.requests_total:
+                part = progress.requests / progress.requests_total
             if cells.total is None:
                 cells.begin("cells", progress.total, done=progress.done)
                 requests = bars.row(progress.cell)
-            part = progress.requests / progress.requests_total if progress.requests_total else 0.0
             cells.update(progress.done, progress.total, note=best, part=part)
+
             assert requests is not None
             if progress.cell != name:
                 name = progress.cell
                 requests.begin(name, progress.requests_total or None)
             requests.update(progress.requests, progress.requests_total or None)
+
             if shown and not sys.stderr.isatty() and progress.done * 10 // progress.total > tenths:
                 tenths = progress.done * 10 // progress.total
-                note(f"{progress.done} of {progress.total} cells" + (f", {best}" if best else ""))
+                line = f"{progress.done} of {progress.total} cells"
+                if best:
+                    line += f", {best}"
+                note(line)
 
         yield update
 
@@ -215,22 +230,29 @@ def _print_estimate(expected: Estimate) -> None:
     families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
     documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
     remaining = expected.cells - expected.finished - expected.given_up
-    given_up = f" and {expected.given_up:,} given up" if expected.given_up else ""
+    finished = f"{expected.finished:,}"
+    if expected.given_up:
+        finished += f" and {expected.given_up:,} given up"
+
+    # How the model changes from one composition to the next
+    switches, order = f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first", " first"
+    if expected.engine is not None:
+        switches, order = f"{expected.reduced:,} written as adapters", ", last"
+    if expected.merged:
+        switches += f"; {expected.merged:,} merged into full weights{order}"
+
     lines = {
         "cells": f"{expected.cells:,}: {families}",
         "left out": f"{expected.left_out:,} whose zones overlap",
-        "finished": f"{expected.finished:,}{given_up}; {remaining:,} to evaluate",
+        "finished": f"{finished}; {remaining:,} to evaluate",
         "documents": documents,
         "requests": f"{expected.requests:,}",
-        "switches": f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
-        + (f"; {expected.merged:,} merged into full weights first" if expected.merged else ""),
+        "switches": switches,
         "time": _time_text(expected),
     }
     if expected.tokens:
         lines["answers"] = f"up to {expected.tokens:,} tokens"
     if expected.engine is not None:
-        merged = f"; {expected.merged:,} merged into full weights, last" if expected.merged else ""
-        lines["switches"] = f"{expected.reduced:,} written as adapters{merged}"
         lines["vllm"] = _engine_text(expected.engine)
     if expected.copied:
         lines["equal"] = f"{expected.copied:,} shared with another row, evaluated once"
@@ -254,7 +276,10 @@ def _engine_text(engine: dict[str, Any]) -> str:
 
 def _time_text(expected: Estimate) -> str:
     if expected.seconds is None:
-        return "not estimated: no cell is finished yet" + ("; pass --tokens-per-second" if expected.tokens else "")
+        text = "not estimated: no cell is finished yet"
+        if expected.tokens:
+            text += "; pass --tokens-per-second"
+        return text
     if expected.finished:
         return f"about {duration(expected.seconds)}, at the rate of the finished cells"
     return f"up to {duration(expected.seconds)} for the answers; reading prompts and likelihoods come on top"
@@ -266,18 +291,27 @@ def _print(run: Run) -> None:
     from adapterswap.experiments.sweeps import summarize
 
     rows = summarize(run)
-
     reduced = any(row.relative_error is not None for row in rows)
     heads = ["family", "n", "min", "mean", "max", "best configuration", "chosen at", "reported at"]
+    if reduced:
+        heads.append("ΔW error")
+
     cells: list[list[Any]] = []
     for row in rows:
-        best = None if row.best is None else row.best or "(defaults)"
-        extremes = (row.minimum, row.maximum) if row.n > 1 else (None, None)
-        values = [_number(value) for value in (extremes[0], row.mean, extremes[1])]
-        halves = [_number(None if best is None else row.chosen_at), _number(row.reported_at)]
-        error = "" if row.relative_error is None else error_text(row.relative_error)
-        cells.append([row.family, row.n, *values, best or "", *halves, *[error] * reduced])
-    print_rows(*heads, *["ΔW error"] * reduced, rows=cells)
+        minimum = maximum = best = chosen_at = None
+        if row.n > 1:
+            minimum, maximum = row.minimum, row.maximum
+        if row.best is not None:
+            best, chosen_at = row.best or "(defaults)", row.chosen_at
+        values = [number_text(value, missing="") for value in (minimum, row.mean, maximum)]
+        halves = [number_text(value, missing="") for value in (chosen_at, row.reported_at)]
+        cells.append([row.family, row.n, *values, best or "", *halves])
+        if row.relative_error is not None:
+            cells[-1].append(error_text(row.relative_error))
+        elif reduced:
+            cells[-1].append("")
+    print_rows(*heads, rows=cells)
+
     targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
     echo("", f"Means over {', '.join(targets)}.")
     if any(row.best is not None for row in rows):
@@ -286,7 +320,3 @@ def _print(run: Run) -> None:
         echo("No configuration is chosen, because no documents are set aside to choose on.")
     if reduced:
         echo("ΔW error: the largest relative error of a module, where compositions were reduced to a rank.")
-
-
-def _number(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}"

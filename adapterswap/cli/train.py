@@ -100,25 +100,33 @@ def train_command(
 
 
 def _print_estimate(expected: TrainEstimate) -> None:
-    rows, memory = expected.rows, {part: human_bytes(size) for part, size in expected.memory.items()}
+    # The models
     share = expected.trainable_parameters / expected.base_parameters
     print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
     if expected.start:
         print_line("start", expected.start)
     print_line("trainable", f"{expected.trainable_parameters:,} parameters ({share:.2%})")
     print_line("modules", f"{expected.trained_modules}: {', '.join(expected.target_modules)}")
+
+    # The rows
+    rows = expected.rows
     for source in rows.sources:
         print_line(
             "source", f"{source['source']}: {source['read']:,} rows, {source['kept']:,} after filtering and sampling"
         )
     print_line("rows", f"{rows.train:,} for training, {rows.validation:,} held out, {rows.dropped:,} dropped")
     print_line("steps", f"{expected.steps:,}, about {expected.tokens:,} tokens; the longest row has {rows.longest:,}")
-    if selection := expected.selection:
+    selection = expected.selection
+    if selection:
         work_per_checkpoint = f"{selection['documents']:,} documents in {selection['requests']:,} requests each"
         print_line("selection", f"{selection['checkpoints']:,} checkpoints to evaluate, {work_per_checkpoint}")
+
+    # The machine
+    memory = {part: human_bytes(size) for part, size in expected.memory.items()}
     parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
     print_line("memory", f"about {memory['total']}: {parts}")
-    print_line("device", f"{expected.device}, {expected.dtype}" + _processes_text(expected.processes))
+    print_line("device", f"{expected.device}, {expected.dtype}{_processes_text(expected.processes)}")
+
     for line in (*rows.notes(), *expected.notes()):
         note(line)
     note_dry_run("trained")
@@ -126,12 +134,14 @@ def _print_estimate(expected: TrainEstimate) -> None:
 
 def _print_report(report: TrainReport) -> None:
     rows = report.rows
-    resumed = "" if report.resumed_from is None else f", resumed from {report.resumed_from:,}"
-    # The clock ran in this process only, so a resumed run has no rate.
-    rate = "" if report.resumed_from is not None else f", {report.tokens / report.seconds:,.0f} per second"
-    print_line("steps", f"{report.steps:,}{resumed}{_processes_text(report.processes)}")
+    steps, tokens = f"{report.steps:,}", f"{report.tokens:,}"
+    if report.resumed_from is None:
+        tokens += f", {report.tokens / report.seconds:,.0f} per second"
+    else:  # the clock ran in this process only, so a resumed run has no rate
+        steps += f", resumed from {report.resumed_from:,}"
+    print_line("steps", f"{steps}{_processes_text(report.processes)}")
     print_line("rows", f"{rows.train:,} trained on, {rows.validation:,} held out, {rows.dropped:,} dropped")
-    print_line("tokens", f"{report.tokens:,}{rate}")
+    print_line("tokens", tokens)
     print_line("loss", report.losses_text(4))
     if report.selection:
         for line in report.selection.lines():
@@ -140,10 +150,16 @@ def _print_report(report: TrainReport) -> None:
         print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
     if report.ladder:
         print_line("ladder", ", ".join(f"checkpoint-{step}" for step in report.ladder))
-    for line in (*rows.notes(), *(report.selection.notes() if report.selection else [])):
+
+    for line in rows.notes():
         note(line)
+    if report.selection:
+        for line in report.selection.notes():
+            note(line)
     note_output(report.path)
 
 
 def _processes_text(processes: int) -> str:
-    return f", {processes} processes" if processes > 1 else ""
+    if processes == 1:
+        return ""
+    return f", {processes} processes"

@@ -37,13 +37,10 @@ if TYPE_CHECKING:
     from adapterswap.core.planning.describe import error_text as error_text
     from adapterswap.core.planning.functions import compose as compose
     from adapterswap.core.planning.functions import layer_swap as layer_swap
-    from adapterswap.core.planning.functions import read_composition as read_composition
     from adapterswap.core.planning.functions import slice_layers as slice_layers
     from adapterswap.core.planning.functions import soup as soup
     from adapterswap.core.planning.functions import task_arithmetic as task_arithmetic
     from adapterswap.core.planning.names import ExpertName as ExpertName
-    from adapterswap.core.planning.places import Place as Place
-    from adapterswap.core.planning.places import Places as Places
     from adapterswap.core.planning.plan import Plan as Plan
     from adapterswap.core.planning.planner import make_plan as make_plan
     from adapterswap.core.planning.rules import BASE as BASE
@@ -80,8 +77,6 @@ _HOME = {
     "Composition": "planning.composition",
     "ExpertName": "planning.names",
     "Partition": "planning.composition",
-    "Place": "planning.places",
-    "Places": "planning.places",
     "ZONES": "planning.composition",
     "BASE": "planning.rules",
     "Rule": "planning.rules",
@@ -93,7 +88,6 @@ _HOME = {
     "Plan": "planning.plan",
     "compose": "planning.functions",
     "layer_swap": "planning.functions",
-    "read_composition": "planning.functions",
     "slice_layers": "planning.functions",
     "soup": "planning.functions",
     "task_arithmetic": "planning.functions",

@@ -41,8 +41,11 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
     """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
     rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
     plan = CompanionPlan.decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
+
     # A stored head is compared with the weights. A base is dequantized before it is merged with.
-    ignoring = ("quantization_config", *([_TIED] if _stores_a_head_of_its_own(folder) else []))
+    ignoring = ["quantization_config"]
+    if _stores_a_head_of_its_own(folder):
+        ignoring.append(_TIED)
     found = ConfigDifferences.between(folder.config, base.config, ignoring=ignoring)
     result = Beside()
     if found:
@@ -74,8 +77,11 @@ def _others(folder: Path, plan: CompanionPlan) -> Beside:
         if not ours.has(kind):
             result += Beside(notes=(f"{stated}, but the folder has none",))
             continue
-        if not (parts := plan.differences(ours, kind)):
+        parts = plan.differences(ours, kind)
+        if not parts:
             continue
+
+        # Another source's is unexpected, nobody's is wrong.
         others = {name: one for name, one in plan.folders.items() if name != expected.owner and one.has(kind)}
         same = next((name for name, one in others.items() if not ours.differences(one, kind)), None)
         difference = f"{stated} should be here, and differs: {', '.join(parts)}"

@@ -19,6 +19,7 @@ from adapterswap.core.changes.joint import Joint, cosine
 from adapterswap.core.companions.companions import Companions
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter, open_expert
+from adapterswap.core.model.checkpoints import Checkpoint
 from adapterswap.core.model.layers import STACKS, Kind, ModuleName
 from adapterswap.core.model.sources import Reference, same_base
 from adapterswap.core.planning.alignment import aligned
@@ -58,8 +59,7 @@ class Difference:
 
     @property
     def distance(self) -> float:
-        first, second = self.norms
-        return self.apart / first if first else (math.inf if second else 0.0)
+        return _relative(self.apart, *self.norms)
 
     @property
     def cosine(self) -> float | None:
@@ -97,26 +97,32 @@ class SavedDifference:
         """‖W₁ - W₂‖ / ‖W₁‖; infinite for W₁ = 0 ≠ W₂; None if it is unknown."""
         if self.apart is None or self.norms[0] is None:
             return None
-        return self.apart / self.norms[0] if self.norms[0] else (math.inf if self.apart else 0.0)
+        return _relative(self.apart, self.norms[0], self.apart)
 
     @property
     def remark(self) -> str:
         """Why there is no distance; empty if there is one."""
         if self.apart is not None:
             return ""
-        holder, lacking = ("first", "second") if self.norms[1] is None else ("second", "first")
-        lora_note = f"; the {lacking} has LoRA on it" if self.lora else ""
+        holder, lacking = "first", "second"
+        if self.norms[0] is None:
+            holder, lacking = lacking, holder
+        lora_note = ""
+        if self.lora:
+            lora_note = f"; the {lacking} has LoRA on it"
         return f"trained in full in the {holder} only{lora_note}: the change is unknown without the base"
 
     def as_json(self) -> dict[str, Any]:
         """As plain data; an infinite distance, which JSON cannot hold, is null."""
-        return {
+        content = {
             "shape": self.shape,
             "norms": list(self.norms),
             "apart": self.apart,
             "distance": _finite(self.distance),
-            **({"remark": self.remark} if self.remark else {}),
         }
+        if self.remark:
+            content["remark"] = self.remark
+        return content
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,10 @@ class Comparison:
 
     def __repr__(self) -> str:
         overall = self.total
-        saved = f", {len(self.saved)} trained in full" if self.saved else ""
-        return (
-            f"<Comparison distance={overall.distance:.4g}, cosine={overall.cosine}, {len(self.modules)} modules{saved}>"
-        )
+        parts = f"{len(self.modules)} modules"
+        if self.saved:
+            parts += f", {len(self.saved)} trained in full"
+        return f"<Comparison distance={overall.distance:.4g}, cosine={overall.cosine}, {parts}>"
 
     @property
     def total(self) -> Difference:
@@ -155,9 +161,16 @@ class Comparison:
         stacks = {ModuleName(module.name).stack: None for module in self.modules if module.layer is not None}
         layers: dict[str, list[Difference]] = {}
         for module in self.modules:
-            stack = f"{ModuleName(module.name).stack} " if len(stacks) > 1 else ""
-            layers.setdefault("no layer" if module.layer is None else f"{stack}{module.layer}", []).append(module)
-        names = list(layers) if len(stacks) == 1 else sorted(layers, key=lambda name: _PLACES.index(name.split()[0]))
+            name = f"{module.layer}"
+            if module.layer is None:
+                name = "no layer"
+            elif len(stacks) > 1:
+                name = f"{ModuleName(module.name).stack} {name}"
+            layers.setdefault(name, []).append(module)
+
+        names = list(layers)
+        if len(stacks) != 1:
+            names.sort(key=lambda name: _PLACES.index(name.split()[0]))
         return tuple(total(layers[name], name) for name in names)
 
     def as_json(self) -> dict[str, Any]:
@@ -190,14 +203,15 @@ def diff(one: Adapter | str | Path, other: Adapter | str | Path) -> Comparison:
     """
     both = aligned({"one": _opened(one, "one"), "other": _opened(other, "other")})
     pair = both["one"], both["other"]
-    slices = {} if pair[0].kept_layers == pair[1].kept_layers else dict(zip(("first", "second"), pair, strict=True))
-    remarks = (
-        f"the {place} adapter, {adapter.name}, is a slice with the {adapter.kept_layers}; others count as ΔW = 0"
-        for place, adapter in slices.items()
-        if adapter.kept_layers is not None
-    )
-    beside = _beside(*pair)
-    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)), (*remarks, *beside))
+    remarks: list[str] = []
+    for place, adapter in zip(("first", "second"), pair, strict=True):
+        if adapter.kept_layers is not None and pair[0].kept_layers != pair[1].kept_layers:
+            remarks.append(
+                f"the {place} adapter, {adapter.name}, is a slice with the {adapter.kept_layers}; "
+                "others count as ΔW = 0"
+            )
+    remarks += _beside(*pair)
+    return Comparison(tuple(compare(*pair)), tuple(compare_saved(*pair)), tuple(remarks))
 
 
 def _beside(one: Adapter, other: Adapter) -> Iterator[str]:
@@ -214,10 +228,15 @@ def _beside(one: Adapter, other: Adapter) -> Iterator[str]:
 
 def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
     check_type(reference, (Adapter, str, Path), parameter, "Pass a local folder, a Hub id or an opened adapter")
-    try:
-        opened = reference if isinstance(reference, Adapter) else open_expert(reference)
-    except AdapterswapError as error:
-        raise error.recast(parameter=parameter) from None
+    opened: Adapter | Checkpoint
+    if isinstance(reference, Adapter):
+        opened = reference
+    else:
+        try:
+            opened = open_expert(reference)
+        except AdapterswapError as error:
+            raise error.recast(parameter=parameter) from None
+
     if isinstance(opened, Adapter):
         Target.DIFF.check_expert(opened, opened.name)
         return opened
@@ -229,7 +248,18 @@ def _opened(reference: Adapter | str | Path, parameter: str) -> Adapter:
 
 
 def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value
+    if value is None or math.isinf(value):
+        return None
+    return value
+
+
+def _relative(apart: float, norm: float, other: float) -> float:
+    """‖X - Y‖ / ‖X‖; infinite for X = 0 if `other`, ‖Y‖ or the distance, is not zero, and else 0."""
+    if norm:
+        return apart / norm
+    if other:
+        return math.inf
+    return 0.0
 
 
 def compare(one: Adapter, other: Adapter) -> list[Difference]:
@@ -244,17 +274,22 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
             factors = [
                 Factors.read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present
             ]
+
+            # A mixture of experts has several matrices in a module.
             module, matrices = present[0][1], []
             for joint in map(Joint, zip(*factors, strict=True)):
-                if len(present) == 1:
-                    norm = joint.norm([1])
-                    norms = (norm, 0.0) if pair[1][1] is None else (0.0, norm)
-                    matrices.append(Difference(name, module.layer, module.kind, norms, 0.0, norm))
-                else:
+                if len(present) == 2:
                     norms = joint.norm([1, 0]), joint.norm([0, 1])
                     inner, apart = joint.inner(0, 1), joint.norm([1, -1])
-                    matrices.append(Difference(name, module.layer, module.kind, norms, inner, apart))
-            return matrices[0] if len(matrices) == 1 else total(matrices, name)
+                else:
+                    inner, apart = 0.0, joint.norm([1])
+                    norms = (apart, 0.0)
+                    if pair[0][1] is None:
+                        norms = (0.0, apart)
+                matrices.append(Difference(name, module.layer, module.kind, norms, inner, apart))
+            if len(matrices) == 1:
+                return matrices[0]
+            return total(matrices, name)
 
         differences = list(map_in_threads(difference, names))
     return sorted(differences, key=_place)
@@ -273,6 +308,8 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
                     parameter="other",
                 )
             _check_shapes(name, [module.shape for _, module in held])
+
+            # ‖W₁‖², ‖W₂‖² and ‖W₁ - W₂‖², block by block
             module, squares, apart = held[0][1], [0.0] * len(held), 0.0
             for parameter, tensor in module.tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
@@ -303,7 +340,10 @@ def equal_bytes(one: Tensor, one_file: int, other: Tensor, other_file: int) -> b
 
 def _place(row: Difference | SavedDifference) -> tuple[int, str]:
     """The place of a module among others: those without a layer come first."""
-    return -1 if row.layer is None else row.layer, row.name
+    layer = -1
+    if row.layer is not None:
+        layer = row.layer
+    return layer, row.name
 
 
 def _check_shapes(module: str, shapes: Sequence[str]) -> None:
@@ -323,8 +363,9 @@ def total(differences: Sequence[Difference], name: str = "all") -> Difference:
     """Several modules as one, with their ΔW side by side; without modules, ΔW is zero."""
     if not differences:
         return Difference(name, None, "other", (0.0, 0.0), 0.0, 0.0)
-    norms = [math.sqrt(math.fsum(row.norms[side] ** 2 for row in differences)) for side in (0, 1)]
+    one = math.sqrt(math.fsum(row.norms[0] ** 2 for row in differences))
+    other = math.sqrt(math.fsum(row.norms[1] ** 2 for row in differences))
     product = math.fsum(row.product for row in differences)
     apart = math.sqrt(math.fsum(row.apart**2 for row in differences))
     first = differences[0]
-    return Difference(name, first.layer, first.kind, (norms[0], norms[1]), product, apart)
+    return Difference(name, first.layer, first.kind, (one, other), product, apart)

@@ -51,7 +51,7 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.text import expand, read_json, shown, write_json
 from adapterswap.tools import mlx
-from adapterswap.tools.comparison import Difference, compare
+from adapterswap.tools.comparison import compare
 from adapterswap.tools.deltas import CONVERTIBLE, Conversion, ConvertedModule, load_with_base, lower, write_lowered
 
 PICKLED = "adapter_model.bin"
@@ -80,6 +80,7 @@ def _write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
     fused = [module for module in adapter.modules.values() if module.experts > 1]
     if not _is_swapped(fused, adapter.container, base):
         return False
+
     for module in fused:
         a, b = tensors[module.a.name], tensors[module.b.name]
         count, rank = module.experts, module.rank
@@ -96,14 +97,20 @@ def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint
     problems = Problems(BaseModelError)
     layouts: dict[bool, str] = {}
     for module in fused:
+        # Whether its sizes are those of the parameter as it is, and with A and B the other way round
         parameter = base.fused(module.name, container)
-        fits = []
+        sizes, fits = (module.out_features, module.in_features), list[bool]()
         if parameter is not None and parameter.shape[0] == module.experts:
-            out, into = reversed(parameter.shape[1:]) if parameter.transposed else parameter.shape[1:]
-            fits = [(module.out_features, module.in_features) == (out, into)]
-            fits += [(module.out_features, module.in_features) == (into, out) and not parameter.transposed]
+            out, into = parameter.shape[1:]
+            if parameter.transposed:
+                fits = [sizes == (into, out), False]
+            else:
+                fits = [sizes == (out, into), sizes == (into, out)]
+
         if not any(fits):
-            stored = f"has it as {shown(parameter.shape)}" if parameter is not None else "has no such parameter"
+            stored = "has no such parameter"
+            if parameter is not None:
+                stored = f"has it as {shown(parameter.shape)}"
             problems.add(
                 f"{module.name} has factors of {module.experts} matrices, {module.in_features} and "
                 f"{module.out_features} long, and {base.name} {stored}",
@@ -113,8 +120,11 @@ def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint
         elif not all(fits):
             layouts.setdefault(fits[1], module.name)
     problems.raise_if_any()
+
     if len(layouts) != 1 and fused:
-        which = f"{layouts[True]} and {layouts[False]} differ" if layouts else f"{fused[0].name} is square"
+        which = f"{fused[0].name} is square"
+        if layouts:
+            which = f"{layouts[True]} and {layouts[False]} differ"
         raise UnsupportedError(
             f"PEFT before 0.19 stored A and B of fused experts the other way round for some models, and {which}, so "
             "the shapes do not say whether it did here",
@@ -134,6 +144,7 @@ def _as_safetensors(pickled: Path, folder: Path) -> None:
         content: Any = torch.load(pickled, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has no single class for these errors
         raise ExpertError(f"{pickled} cannot be read without running code: {reason_of(error)}", remedy) from None
+
     if not isinstance(content, dict):
         raise ExpertError(f"{pickled} holds a {type(content).__name__} instead of named tensors", remedy)
     for key, value in content.items():
@@ -209,23 +220,28 @@ def convert(
             written.
     """
     _check_arguments(names, dtype, saved_rank, format)
-    layout = "portable" if format == "mlx" else layout
-    stored = Dtype.NAMES[dtype] if dtype else None
-    form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=stored)
-    base_model = None if base_model is None else str(base_model)
+    if format == "mlx":
+        layout = "portable"
+    form = Form(layout=layout, max_rank=rank, max_error=max_error, names=names, dtype=dtype and Dtype.NAMES[dtype])
+    if base_model is not None:
+        base_model = str(base_model)
     COMPOSED.check(out_path, overwrite=overwrite, inputs=[adapter, base_model])
     source = Source.of_adapter(adapter, parameter="adapter")
     with scratch_folder("convert") as place, _asking_for_the_base(base_model):
         folder, pickled = _safetensors(source, place, allow_pickle=allow_pickle)
-        own_weights = PICKLED if pickled else WEIGHTS
         is_mlx = not pickled and not os.path.exists(folder / WEIGHTS) and os.path.exists(folder / Source.MLX_WEIGHTS)
-        if is_mlx:
+        own_weights = WEIGHTS
+        if pickled:
+            own_weights = PICKLED
+        elif is_mlx:
             own_weights, folder = Source.MLX_WEIGHTS, _made(place / "peft")
             mlx.write_as_peft(source.folder, folder, base_model)
 
         lora = _as_lora(replace(source, folder=folder), str(adapter), place, form, base_model, progress)
         if saved_rank is not None:
             lora = _lowered(lora, place, form, base_model, saved_rank)
+
+        # A plan of this one adapter, with what its own folder says of it
         parts = lora.adapter.parts.values()
         kept = Records(source.folder).kept_layers((part.name, part.layer) for part in parts)
         opened = replace(lora.adapter, source=source, base_fingerprints=source.recorded_base, kept_layers=kept)
@@ -234,7 +250,10 @@ def convert(
             mlx.check_depth(source.folder, opened, plan.num_layers)
         if format == "mlx":
             mlx.check_writable(opened)
-        prepared = prepare(plan, form if lora.kind == "LORA" else replace(form, max_rank=None, max_error=None))
+        bounds = form
+        if lora.kind != "LORA":  # it has been cut
+            bounds = replace(form, max_rank=None, max_error=None)
+        prepared = prepare(plan, bounds)
         original = {file: sha256_of(source.folder / file) for file in (own_weights, CONFIG)}
 
         modules: list[ConvertedModule] = []
@@ -243,10 +262,15 @@ def convert(
             # Errors are measured on the files before these take their place: if one is too large, no output appears.
             modules.extend(_measured(opened, open_adapter(written), prepared.plan.slots, lora.approximated))
             _check_errors(modules, max_error)
-            return _amended(record, written, lora, original, form) if pickled or is_mlx or lora.is_made else record
+            if not (pickled or is_mlx or lora.is_made):
+                return record
+            return _amended(record, written, lora, original, form)
 
-        trial = dry_run or format == "mlx"  # mlx-lm's form is made of PEFT's
-        target = place / "written" if trial else out_path
+        # mlx-lm's form is made of PEFT's.
+        trial = dry_run or format == "mlx"
+        target = out_path
+        if trial:
+            target = place / "written"
         written = prepared.write(target, overwrite=overwrite and not trial, amend=amend)
         if format == "mlx" and not dry_run:
             with COMPOSED.folder(out_path, overwrite=overwrite, inputs=[adapter, base_model]) as out:
@@ -304,11 +328,13 @@ def _as_lora(
         current = _made(place / "current")
         _write_current(source.folder, current, open_checkpoint(_recorded_base(source.folder, base_model)))
         source = replace(source, folder=current)
+
     if kind == "LORA":
         try:
             return _Lora(Adapter.read(source), kind, is_made=is_older)
         except AdapterswapError as error:
             raise error.recast(parameter="adapter") from None
+
     if form.max_rank is None and form.max_error is None:
         raise ArgumentError(
             f"{reference} is {kind}, which LoRA can only approximate",
@@ -331,6 +357,7 @@ def _lowered(lora: _Lora, place: Path, form: Form, base_model: str | None, saved
         )
     if not opened.saved:
         return lora
+
     lowered = _made(place / "lowered")
     base = open_checkpoint(_base_of(opened.config.base_model, opened.config.revision, base_model))
     rank = min(saved_rank, form.max_rank or saved_rank)
@@ -343,17 +370,19 @@ def _amended(
     record: CompositionRecord, written: Path, lora: _Lora, original: Mapping[str, str], form: Form
 ) -> CompositionRecord:
     """The record of what was written, with the conversion and the hashes of the adapter's own files."""
+    modules = {
+        module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
+        for module in lora.approximated.values()
+    }
     fields: dict[str, Any] = {
         "peft_type": lora.kind,
         "pickled": PICKLED in original,
         "rank": form.max_rank,
         "max_error": form.max_error,
         "sha256": {file: sha256_of(written / file) for file in (WEIGHTS, CONFIG)},
-        "modules": {
-            module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
-            for module in lora.approximated.values()
-        },
+        "modules": modules,
     }
+
     if lora.approximated:
         fields["relative_error"] = Conversion(written, lora.kind, False, (*lora.approximated.values(),)).relative_error
     if lora.saved_rank is not None:
@@ -387,6 +416,8 @@ def _kind(folder: Path) -> str:
     config = read_json(folder / CONFIG, "Pass the folder of a PEFT adapter")
     kind = config.get("peft_type")
     init = config.get("init_lora_weights")
+
+    # Kinds without a ΔW
     if kind == TRAINABLE_TOKENS:
         raise UnsupportedError(
             "Trained tokens are rows that replace the base's, and LoRA can only add to them",
@@ -399,6 +430,8 @@ def _kind(folder: Path) -> str:
             f"Convert one of {', '.join(CONVERTIBLE)}",
             parameter="adapter",
         )
+
+    # Settings with which it means something else
     if isinstance(init, str) and init.lower().startswith(CHANGING_INITS):
         raise UnsupportedError(
             f"init_lora_weights is {shown(init)}, which changed the base's weights",
@@ -418,6 +451,7 @@ def _kind(folder: Path) -> str:
             "Train it without layer_replication",
             parameter="adapter",
         )
+
     if kind == "LORA" and config.get("use_dora"):
         return "DORA"
     variant = next((key for key in _VARIANTS if config.get(key)), None)
@@ -445,9 +479,11 @@ def _under_current_names(source: Source, out: Path, base_model: str | None) -> P
     try:
         plan = _plan_of(Adapter.read(source), "expert", base_model)
         prepared = prepare(plan, Form())
-        return source.folder if prepared.plan is plan else prepared.write(out)
+        if prepared.plan is not plan:
+            return prepared.write(out)
     except AdapterswapError:  # of a kind that cannot be composed, or without a base to compare names with
-        return source.folder
+        pass
+    return source.folder
 
 
 def _cut(
@@ -459,6 +495,7 @@ def _cut(
     config, reference = read_json(folder / CONFIG), _recorded_base(folder, base_model)
     base = Checkpoint.find(reference)
     loaded = load_with_base(folder, base.folder, reference)
+
     tensors: dict[str, Any] = {}
     modules: dict[str, ConvertedModule] = {}
     shapes: dict[str, Shape] = {}
@@ -471,12 +508,17 @@ def _cut(
         made, shape, factors = lower(change.name, change.delta, True, dtype, rank=form.max_rank, error=form.max_error)
         modules[change.name], shapes[change.name] = made, shape
         tensors |= zip(ModuleKeys(change.name).factors(), factors, strict=True)
+
     if not modules:
         raise ExpertError("The adapter changes no weight of its base", "Train it first", parameter="adapter")
     for name, tensor in loaded.saved.items():
         module, _, parameter = name.rpartition(".")
         tensors[ModuleKeys(module).parameter(parameter, wrapped=module in modules)] = tensor.float().numpy()
     save_file(tensors, out / WEIGHTS)
+
+    variant = None
+    if config.get("bias", "none") != "none":
+        variant = {"bias": "all"}
     content = adapter_config(
         shapes,
         rslora=True,
@@ -487,7 +529,7 @@ def _cut(
         tied=False,
         saved=config.get("modules_to_save") or (),
         auto_mapping=config.get("auto_mapping"),
-        variant={"bias": "all"} if config.get("bias", "none") != "none" else None,
+        variant=variant,
     )
     write_json(out / CONFIG, content)
     return modules
@@ -495,7 +537,9 @@ def _cut(
 
 def _base_of(base_name: object, revision: str | None, base_model: str | None) -> str:
     """The base that the caller passed, or else the one that the adapter names."""
-    return Reference.to_base(base_model or (Reference(base_name).at(revision) if isinstance(base_name, str) else None))
+    if not base_model and isinstance(base_name, str):
+        base_model = Reference(base_name).at(revision)
+    return Reference.to_base(base_model or None)
 
 
 def _recorded_base(folder: Path, base_model: str | None) -> str:
@@ -523,23 +567,18 @@ def _measured(
     own_modules = [replace(module, name=names.get(name, name)) for name, module in own.items()]
     if own.keys() >= before.modules.keys():
         return tuple(own_modules)
+
     renamed = before.with_names({n: names.get(n, n) for n in before.parts}, "", after.container)
     own_names = {module.name for module in own_modules}
-    return (
-        *(
-            ConvertedModule(
-                difference.name, after.modules[difference.name].rank, difference.norms[0], _error(difference)
-            )
-            for difference in compare(renamed, after)
-            if difference.name in after.modules and difference.name not in own_names
-        ),
-        *own_modules,
-    )
-
-
-def _error(difference: Difference) -> float:
-    """The relative error; 0 below the resolution of inner products."""
-    return difference.distance if difference.norms[0] and difference.distance > _RESOLUTION else 0.0
+    compared: list[ConvertedModule] = []
+    for difference in compare(renamed, after):
+        name, norm, error = difference.name, difference.norms[0], difference.distance
+        if name not in after.modules or name in own_names:
+            continue
+        if not (norm and error > _RESOLUTION):  # the resolution of inner products
+            error = 0.0
+        compared.append(ConvertedModule(name, after.modules[name].rank, norm, error))
+    return (*compared, *own_modules)
 
 
 def _check_errors(modules: Iterable[ConvertedModule], max_error: float | None) -> None:

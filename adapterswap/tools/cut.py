@@ -59,6 +59,7 @@ class CutForm:
     def __post_init__(self) -> None:
         check_type(self.rank, (Integral, type(None)), "rank", "Pass a whole number such as `rank=64`")
         check_type(self.max_error, (Real, type(None)), "max_error", "Pass a number such as `max_error=0.1`")
+
         problems = Problems(ArgumentError)
         if self.rank is None and self.max_error is None:
             problems.add("Neither `rank` nor `max_error` was passed", "Pass one of them, or both", parameter="rank")
@@ -125,6 +126,7 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
     norm = math.sqrt(_sum_of_squares(delta))
     if norm == 0:
         return None
+
     result = approximate(delta, rank=form.rank, error=form.max_error, device=form.device)
     dtype = form.dtype or matrix.full.tensor.dtype
     a, b = (Dtype(dtype).finite_bytes(values, matrix.weight.name) for values in (result.factors.a, result.factors.b))
@@ -143,12 +145,16 @@ def measure(
     """
     delta = _change(matrix, files, names)
     norm = math.sqrt(_sum_of_squares(delta))
-    return norm, norm if factors is None else _distance(delta, factors, "cpu")
+    if factors is None:
+        return norm, norm
+    return norm, _distance(delta, factors, "cpu")
 
 
 def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
     """‖W_full - W_base‖ of a parameter that is left out; a part that only one of the two has counts in full."""
-    both = [left_out.full, *([left_out.base] if left_out.base else [])]
+    both = [left_out.full]
+    if left_out.base:
+        both.append(left_out.base)
     sizes = [math.prod(stored.tensor.shape) for stored in both]
     total = 0.0
     for start in range(0, max(sizes), _BLOCK):
@@ -173,7 +179,9 @@ def _subtract(blocks: list[npt.NDArray[np.float32]]) -> list[npt.NDArray[np.floa
 def _change(matrix: WeightMatrix, files: Mapping[Path, int], names: tuple[str, str]) -> npt.NDArray[np.float32]:
     """ΔW, out×in."""
     delta = matrix.full.difference(names[0], matrix.base.read_rows(names[1], files), files)
-    return np.ascontiguousarray(delta.T) if matrix.weight.transposed else delta
+    if matrix.weight.transposed:
+        return np.ascontiguousarray(delta.T)
+    return delta
 
 
 def _sum_of_squares(values: npt.NDArray[np.float32]) -> float:
@@ -202,6 +210,7 @@ def leave_out_unloadable(pair: WeightPair) -> WeightPair:
             "Select other modules, or keep the full checkpoint",
             parameter="modules",
         )
+
     left_out = [
         LeftOutWeight(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
         for matrix in unloadable
@@ -219,17 +228,21 @@ def loadable(build: Callable[[], Any], weights: Sequence[Weight]) -> frozenset[s
     """
     model = build()
     linear_classes: dict[type, bool] = {}
-    usable = [
-        weight
-        for weight in weights
-        if _called(model, weight.name) and _is_linear_in_peft(model, weight.name, linear_classes)
-    ]
+    usable: list[Weight] = []
+    for weight in weights:
+        if _called(model, weight.name) and _is_linear_in_peft(model, weight.name, linear_classes):
+            usable.append(weight)
     if not usable or _loads(build(), usable):
         return frozenset(weight.name for weight in usable)
+
+    # Kind by kind: modules whose names differ only by numbers
     groups: dict[str, list[Weight]] = {}
     for weight in usable:
         groups.setdefault(re.sub(r"\.\d+(?=\.)", "", weight.name), []).append(weight)
-    usable = [weight for group in groups.values() if _loads(build(), group) for weight in group]
+    usable = []
+    for group in groups.values():
+        if _loads(build(), group):
+            usable += group
     if usable and not _loads(build(), usable):
         raise UnsupportedError(
             f"PEFT can load LoRA for each kind of module of {type(model).__name__} on its own, but not for all at once",
@@ -244,7 +257,9 @@ def _loads(model: Any, weights: Sequence[Weight]) -> bool:
     import torch
     from peft import PeftConfig
 
-    names = {name for weight in weights for name in (weight.name, *weight.tied)}
+    names: set[str] = set()
+    for weight in weights:
+        names.update((weight.name, *weight.tied))
     config = adapter_config(
         dict.fromkeys(names, Shape(1, 1.0, 1.0)),
         rslora=True,
@@ -254,6 +269,7 @@ def _loads(model: Any, weights: Sequence[Weight]) -> bool:
         fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
         tied=any(weight.tied for weight in weights),
     )
+
     tensors: dict[str, Any] = {}
     for weight in weights:
         a = torch.empty(1, weight.in_features, device="meta")
@@ -318,6 +334,7 @@ def _try(module: Any) -> bool:
     else:
         narrow.out_features, narrow.in_features = rows, columns
         inputs = torch.rand(1, 4, columns)
+
     holder: Any = torch.nn.Module()
     holder.add_module("narrow", narrow)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["narrow"], init_lora_weights=False), holder)

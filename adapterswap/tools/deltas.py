@@ -73,7 +73,9 @@ class Conversion:
         """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
         norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
         distance = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
-        return distance / norm if norm else 0.0
+        if not norm:
+            return 0.0
+        return distance / norm
 
     @property
     def worst(self) -> ConvertedModule:
@@ -132,8 +134,11 @@ class LoadedAdapter:
                     _KEEP,
                     parameter="adapter",
                 )
+
             delta = _merged_difference(name, layer, own)
-            yield DenseChange(name, np.ascontiguousarray(delta.T) if isinstance(own, Conv1D) else delta)
+            if isinstance(own, Conv1D):
+                delta = np.ascontiguousarray(delta.T)
+            yield DenseChange(name, delta)
             progress(count, len(layers))
 
 
@@ -145,13 +150,15 @@ def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float3
     with torch.no_grad():
         before = weight.detach().float().clone()
         own.weight = torch.nn.Parameter(before.clone(), requires_grad=False)
-        own.bias = None if bias is None else torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
+        if bias is not None:
+            own.bias = torch.nn.Parameter(bias.detach().float().clone(), requires_grad=False)
         try:
             layer.merge(safe_merge=True)
         except Exception as error:  # each kind raises its own errors
             raise UnsupportedError(
                 f"PEFT cannot merge the adapter at {name}: {reason_of(error)}", _KEEP, parameter="adapter"
             ) from None
+
         if bias is not None and not torch.equal(own.bias, bias.float()):
             raise UnsupportedError(
                 f"The adapter changes the bias of {name}, which LoRA cannot hold", _KEEP, parameter="adapter"
@@ -182,6 +189,7 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
         raise ExpertError(
             f"PEFT cannot load the adapter into {base_name}: {reason_of(error)}", _KEEP, parameter="adapter"
         ) from None
+
     unexpected = loaded.unexpected_keys
     if unexpected:
         raise ExpertError(
@@ -198,10 +206,11 @@ def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str
     """Check that PEFT filled no tensor with random numbers. A module without any tensors counts as unchanged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    random_start = any(config.get(key) is False for key in _INITS)
     modules = model.get_base_model().named_modules()
     layers = [ModuleKeys(name).part("") for name, module in modules if isinstance(module, BaseTunerLayer)]
     shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
+    random_start = any(config.get(key) is False for key in _INITS)
+
     for key in (key.replace(".default", "") for key in missing):
         layer = next((layer for layer in layers if key.startswith(layer)), None)
         if layer is None or key.removeprefix(layer) in shared:
@@ -223,8 +232,10 @@ def _saved(model: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(module, ModulesToSaveWrapper):
             whole = ModuleKeys(name).part("")
             saved |= {key.removeprefix(_MODULES): stored[key] for key in stored if key.startswith(whole)}
-    biases = {key.removeprefix(_MODULES).replace(".base_layer", ""): key for key in stored if _BASE_BIAS.search(key)}
-    return saved | {name: stored[key] for name, key in biases.items()}
+    for key, tensor in stored.items():
+        if _BASE_BIAS.search(key):
+            saved[key.removeprefix(_MODULES).replace(".base_layer", "")] = tensor
+    return saved
 
 
 _KEEP_IN_FULL = "Leave out `saved_rank` to keep it in full, or write full weights with `adapterswap merge`"
@@ -245,14 +256,16 @@ def write_lowered(
     """
     dtype = dtype or next((module.dtype for module in adapter.modules.values()), "F32")
     tensors: dict[str, Any] = _own_tensors(adapter)
-    lowered: dict[str, ConvertedModule] = {}
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
     config = adapter.config
+
+    lowered: dict[str, ConvertedModule] = {}
     for weight, delta in _changes(adapter, base):
         module, shape, factors = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
         lowered[weight.name], shapes[weight.name] = module, shape
         for key, factor in zip(ModuleKeys(weight.name).factors(embedding=weight.embedding), factors, strict=True):
             tensors[key] = _torch(factor, dtype)
+
     _write(tensors, out / WEIGHTS)
     content = adapter_config(
         shapes, (config.rank, config.alpha), rslora=config.rslora, base_model=config.base_model,
@@ -268,10 +281,12 @@ def lower(
 ) -> tuple[ConvertedModule, Shape, tuple[Any, Any]]:
     """ΔW as LoRA: what it loses, its rank and scale, and A and B with numbers that `dtype` holds."""
     norm = float(np.linalg.norm(delta.astype(np.float64)))
-    cut = approximate(delta, rank=rank, error=error)
+    factors = approximate(delta, rank=rank, error=error).factors
+
+    # As the file will hold them
     a, b = (
         Dtype(dtype).unpack(Dtype(dtype).finite_bytes(values, name), values.shape)
-        for values in (np.ascontiguousarray(cut.factors.a), np.ascontiguousarray(cut.factors.b))
+        for values in (np.ascontiguousarray(factors.a), np.ascontiguousarray(factors.b))
     )
     shape = Shape.of_scale(a.shape[0], rslora, 1.0)
     lost = float(np.linalg.norm((delta - Factors.scaled(a, b, shape.scale, name).rows()).astype(np.float64)))
@@ -289,6 +304,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
         base = base.dequantized()
     stored, located, _ = locate_all({names[0]: adapter}, base, problems)
     problems.raise_if_any()
+
     weights = Base.at(base.source.folder, base.name, to_adapt=True)
     places = located[names[0]]
     full = of_kind(Whole, {key: place.change for key, place in places.items()})
@@ -298,6 +314,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
             own = Whole.of(stored[key].path, stored[key].tensor)
             return change.difference(names[0], own.read_rows(names[1], files), files)
 
+        # All mistakes are reported before the first matrix is read whole.
         matrices = {}
         for key, change in full.items():
             module = places[key].module
@@ -319,10 +336,13 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
             else:
                 matrices[key] = weight, change
         problems.raise_if_any()
+
         for key, (weight, change) in matrices.items():
             delta = read(key, change)
+            if weight.transposed:
+                delta = delta.T
             if delta.any():
-                yield weight, np.ascontiguousarray(delta.T if weight.transposed else delta)
+                yield weight, np.ascontiguousarray(delta)
 
 
 def _own_tensors(adapter: Adapter) -> dict[str, Any]:

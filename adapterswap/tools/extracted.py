@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,17 @@ def verify_extracted(
     """
     opened = _open(record, source_paths, base_model)
     unfounded = list(_sources_differ(opened, content))
-    differing = [] if sha256_of(folder / WEIGHTS) == record.sha256.get(WEIGHTS) else [WEIGHTS]
+
+    # The files of the folder
+    differing: list[str] = []
+    if sha256_of(folder / WEIGHTS) != record.sha256.get(WEIGHTS):
+        differing.append(WEIGHTS)
     present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     for name in sorted(record.sha256.keys() - {WEIGHTS, CONFIG}):
-        differing += [] if name in present and sha256_of(present[name]) == record.sha256[name] else [name]
+        if name not in present or sha256_of(present[name]) != record.sha256[name]:
+            differing.append(name)
+
+    # The changes, and meanwhile the sources
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
             differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record, unfounded)
@@ -73,15 +80,15 @@ def verify_extracted(
             differing_files += sorted(file for file, _ in prints.items() ^ source.fingerprints.items())
         if differing_files:
             changed[name] = differing_files[0]
+
+    keys = [*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded]
     return Verification(
         changed,
         tuple(differing),
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
         made="cut",
         unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
-        record_differs=tuple(
-            dict.fromkeys([*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded])
-        ),
+        record_differs=tuple(dict.fromkeys(keys)),
         notes=added_files(folder, content),
     )
 
@@ -90,26 +97,35 @@ def _sources_differ(opened: Mapping[str, Checkpoint], content: Mapping[str, Any]
     """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
     recorded = content["extraction"]
     found = {name: SourceRecord.of_shards(checkpoint, {}).content() for name, checkpoint in opened.items()}
-    return () if all(marked(recorded[name]) == marked(found[name]) for name in found) else ("extraction",)
+    if all(marked(recorded[name]) == marked(found[name]) for name in found):
+        return ()
+    return ("extraction",)
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
     """The keys of the record that contradict each other or the written adapter."""
     differing_keys = [key for key in content if key not in _KEYS]
     differing_keys += [key for key in sorted(_WRITTEN) if key not in content]
+
+    # The request
     request = record.extraction
     over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
     if over or request.model_fields.keys() - content["extraction"].keys() or contradicting(request.full, request.base):
         differing_keys.append("extraction")
     if content.get(OutputKind.LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
         differing_keys.append(OutputKind.LIST)
-    layers, origin = record.extraction.layers, record.extraction.full.origin
-    inherited = origin.slice.content() if origin is not None and origin.slice is not None else None
-    if content.get("slice") != (inherited if layers is None else {"layers": layers}):
+    expected_slice: Mapping[str, Any] | None = None
+    if request.layers is not None:
+        expected_slice = {"layers": request.layers}
+    elif request.full.origin is not None and request.full.origin.slice is not None:
+        expected_slice = request.full.origin.slice.content()
+    if content.get("slice") != expected_slice:
         differing_keys.append("slice")
     unchanged = content.get("unchanged")
     if not isinstance(unchanged, list) or any(name in record.extracted for name in map(str, unchanged)):
         differing_keys.append("unchanged")
+
+    # The folder that was written
     if any(sha256_of(folder / name) != record.sha256.get(name) for name in (WEIGHTS, CONFIG)):
         return tuple(differing_keys)  # a changed adapter is reported elsewhere
     if content.get(OutputKind.PRINTS) != reprinted(content, OutputKind.prints_of(folder, [WEIGHTS])):
@@ -118,6 +134,8 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     added_later = added_files(folder, content) and record.companions.items() <= beside.items()
     if record.companions != beside and not added_later:
         differing_keys.append("companions")
+
+    # The adapter in it
     adapter = open_adapter(folder)
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
@@ -142,6 +160,7 @@ def _open(
             f"Pass `experts={{{_FULL!r}: PATH}}`, and its base as `base_model`",
             parameter="experts",
         )
+
     places = {_FULL: source_paths.get(_FULL) or request.full.reference, _BASE: base_model or request.base.reference}
     opened = {}
     for (name, place), label in zip(places.items(), ("full fine-tune", "base model"), strict=True):
@@ -163,7 +182,9 @@ def _other_changes(
     selection = Selection(extraction.layers, tuple(extraction.modules), extraction.embeddings)
     matched = pair(full, base, selection, config_from=extraction.config_from)
     matrices = {matrix.weight.name: matrix for matrix in matched.matrices}
-    heads = {head for matrix in matrices.values() for head in matrix.weight.tied}
+    heads: set[str] = set()
+    for matrix in matrices.values():
+        heads.update(matrix.weight.tied)
     names = dict.fromkeys([*matrices, *record.extracted, *(adapter.modules.keys() - heads)])
     unchanged = []
     if record.num_layers != matched.num_layers:
@@ -174,11 +195,16 @@ def _other_changes(
             recorded, matrix = record.extracted.get(name), matrices.get(name)
             if matrix is None or (recorded is None and name in adapter.modules):
                 return False
+
             if recorded is None:  # unchanged, or not loadable by the PEFT of that time
-                left_out = record.left_out.get(f"{name}.weight")
+                left_out, expected = record.left_out.get(f"{name}.weight"), 0.0
+                if left_out:
+                    expected = left_out.norm
                 norm = measure(matrix, None, files, (full.name, base.name))[0]
-                unchanged.extend([] if norm else [name])
-                return math.isclose(norm, left_out.norm if left_out else 0, rel_tol=_RELATIVE)
+                if not norm:
+                    unchanged.append(name)
+                return math.isclose(norm, expected, rel_tol=_RELATIVE)
+
             if not {name, *matrix.weight.tied} <= adapter.modules.keys():
                 return False
             for factors in _factors(adapter, matrix, files):
@@ -209,8 +235,17 @@ def _factors(adapter: Adapter, matrix: WeightMatrix, files: Mapping[Path, int]) 
 def hashed(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[], list[dict[str, str]]]]:
     """Hash the shards in the background; the yielded function waits for each checkpoint's SHA-256 by file."""
     with ThreadPoolExecutor(1) as worker:
-        waiting = [{shard.path.name: worker.submit(sha256_of, shard.path) for shard in c.shards} for c in checkpoints]
+        waiting: list[dict[str, Future[str]]] = []
+        for checkpoint in checkpoints:
+            waiting.append({shard.path.name: worker.submit(sha256_of, shard.path) for shard in checkpoint.shards})
+
+        def hashes() -> list[dict[str, str]]:
+            finished: list[dict[str, str]] = []
+            for futures in waiting:
+                finished.append({name: future.result() for name, future in futures.items()})
+            return finished
+
         try:
-            yield lambda: [{name: future.result() for name, future in files.items()} for files in waiting]
+            yield hashes
         finally:
             worker.shutdown(wait=False, cancel_futures=True)

@@ -105,7 +105,9 @@ class Extraction:
     def ranks(self) -> str:
         """The rank of the modules, or the lowest and the highest: `4–64`."""
         ranks = sorted({module.rank for module in self.modules})
-        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+        if len(ranks) == 1:
+            return str(ranks[0])
+        return f"{ranks[0]}–{ranks[-1]}"
 
     @property
     def error(self) -> float:
@@ -128,20 +130,19 @@ class Extraction:
     def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
         """For each reason the number of parameters, and their share as in `lost_share`."""
         total = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
-        reasons = sorted({parameter.reason for parameter in self.lost})
-        groups = {
-            reason: [parameter.norm for parameter in self.lost if parameter.reason == reason] for reason in reasons
-        }
-        return {reason: (len(norms), _norm(norms) / total) for reason, norms in groups.items()}
+        norms: dict[Reason, list[float]] = {}
+        for parameter in sorted(self.lost, key=lambda parameter: parameter.reason):
+            norms.setdefault(parameter.reason, []).append(parameter.norm)
+        return {reason: (len(of_reason), _norm(of_reason) / total) for reason, of_reason in norms.items()}
 
     def lost_lines(self) -> list[str]:
         """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
         lines = []
         for reason, (count, share) in self.lost_by_reason.items():
             names = _shortened(parameter.name for parameter in self.lost if parameter.reason == reason)
-            shown = ", ".join(names[:_NAMES]) + (
-                f" and {len(names) - _NAMES} more kinds" if len(names) > _NAMES else ""
-            )
+            shown = ", ".join(names[:_NAMES])
+            if len(names) > _NAMES:
+                shown += f" and {len(names) - _NAMES} more kinds"
             lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
         return lines
 
@@ -187,12 +188,22 @@ def _write_folder(
     write_json(folder / CONFIG, config)
     companions = companions_of(pair)
     companions.write(folder)
+
+    # The record: the request, with what came of it
     beside = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    base = Reference(pair.base.source.name if pair.base.source.revision else base_model).public_name
-    layers = request["layers"]
+    base_name = base_model
+    if pair.base.source.revision:
+        base_name = pair.base.source.name
+    base = Reference(base_name).public_name
+    kept = pair.full.kept_layers
+    if request["layers"] is not None:
+        kept = KeptLayers.of(request["layers"])
+    in_full: dict[str, list[str]] = {}
+    if pair.in_full:
+        in_full["in_full"] = sorted(pair.in_full)
     record = ExtractionRecord.of(
         request,
-        kept=pair.full.kept_layers if layers is None else KeptLayers.of(layers),
+        kept=kept,
         base_model=base,
         num_layers=pair.num_layers,
         sha256={name: sha256_of(folder / name) for name in beside},
@@ -202,7 +213,7 @@ def _write_folder(
             for module in extraction.modules
         },
         unchanged=list(extraction.unchanged),
-        **({"in_full": sorted(pair.in_full)} if pair.in_full else {}),
+        **in_full,
         left_out={
             parameter.name: {"reason": parameter.reason, "norm": parameter.norm} for parameter in extraction.lost
         },
@@ -224,18 +235,24 @@ def companions_of(pair: WeightPair) -> CompanionPlan:
 
 def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[str, Any]:
     """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
-    ranks = {m.name: m.rank for m in extraction.modules}
+    ranks = {module.name: module.rank for module in extraction.modules}
     weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
-    ranks |= {head: ranks[weight.name] for weight in weights for head in weight.tied}
+    for weight in weights:
+        ranks |= dict.fromkeys(weight.tied, ranks[weight.name])
     shapes = {name: Shape.of_scale(rank, True, 1.0) for name, rank in ranks.items()}
-    base = pair.base.source
+
+    revision, auto_mapping = pair.base.source.revision, None
+    if revision:
+        base_model = pair.base.source.name
+    if not pair.task_type:
+        auto_mapping = pair.model.auto_mapping
     return adapter_config(
         shapes,
         rslora=True,
-        base_model=base.name if base.revision else base_model,
-        revision=base.revision,
+        base_model=base_model,
+        revision=revision,
         task_type=pair.task_type,
-        auto_mapping=None if pair.task_type else pair.model.auto_mapping,
+        auto_mapping=auto_mapping,
         saved=pair.saved,
         fan_in_fan_out=any(weight.transposed and not weight.embedding for weight in weights),
         tied=any(weight.tied for weight in weights),
@@ -244,24 +261,28 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
 
 def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Mapping[str, Any]) -> str:
     """The model card: what the adapter was cut out of, its error, and what is missing."""
-    model = pair.model
-    is_usual = pair.task_type == "CAUSAL_LM" and not model.is_multimodal
-    layers = dict.fromkeys(module.layer for module in extraction.modules)
+    model_class = pair.model.class_name
+    if pair.task_type == "CAUSAL_LM" and not pair.model.is_multimodal:
+        model_class = "AutoModelForCausalLM"
+
+    rows: list[str] = []
+    for layer in dict.fromkeys(module.layer for module in extraction.modules):
+        name = f"layer {layer}"
+        if layer is None:
+            name = "no layer"
+        group = Extraction(tuple(module for module in extraction.modules if module.layer == layer), (), ())
+        rows.append(f"| {name} | {len(group.modules)} | {group.ranks} | {group.error:.4f} |")
+
     return extracted_card(
         pair.full,
         base,
         config,
-        model_class="AutoModelForCausalLM" if is_usual else model.class_name,
+        model_class=model_class,
         task_type=pair.task_type,
         errors=(extraction.error, extraction.whole_error),
-        rows=[_row("no layer" if one is None else f"layer {one}", extraction.modules, one) for one in layers],
+        rows=rows,
         lost=extraction.lost_lines(),
     )
-
-
-def _row(name: str, modules: tuple[Extracted, ...], layer: int | None) -> str:
-    group = Extraction(tuple(m for m in modules if m.layer == layer), (), ())
-    return f"| {name} | {len(group.modules)} | {group.ranks} | {group.error:.4f} |"
 
 
 def extract(
@@ -320,8 +341,10 @@ def extract(
     """
     if dtype is not None and dtype not in Dtype.NAMES:
         raise ArgumentError(f"Unknown dtype {dtype!r}", f"Choose from {', '.join(Dtype.NAMES)}", parameter="dtype")
-    form = CutForm(rank, max_error, Dtype.NAMES[dtype] if dtype else None, _device(device))
+    form = CutForm(rank, max_error, dtype and Dtype.NAMES[dtype], _device(device))
     COMPOSED.check(out_path, overwrite=overwrite, inputs=[full, base_model])  # before a download
+
+    # What is cut
     opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
     check_base_weights({opened[0].name: opened[0].base_fingerprints}, opened[1].source)
     check_base_name(str(base_model))
@@ -336,6 +359,7 @@ def extract(
     matched = leave_out_unloadable(pair(*opened, selection, config_from=config_from))
     if dry_run:
         return _carry_out(matched, form, progress)
+
     with (
         COMPOSED.folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
         hashed(opened) as hashes,
@@ -357,7 +381,9 @@ def _device(name: str) -> Any:
     from adapterswap.core.model.opened_base import choose_device
 
     device = choose_device(name)
-    return "cpu" if device.type == "mps" else device
+    if device.type == "mps":
+        return "cpu"
+    return device
 
 
 def _keep_heads(matched: WeightPair, spool: Spool) -> None:
@@ -376,7 +402,7 @@ def _carry_out(
 ) -> Extraction:
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
-    extracted, unchanged, lost = [], [], []
+    extracted, unchanged, lost = list[Extracted](), list[str](), list[Lost]()
     with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads():
         for count, matrix in enumerate(matched.matrices, start=1):
             factors = cut(matrix, form, files, names)
@@ -386,13 +412,17 @@ def _carry_out(
                 extracted.append(Extracted.of(factors))
                 keep(factors)
             progress(count, total)
+
         for count, left_out in enumerate(matched.left_out, start=len(matched.matrices) + 1):
             norm = norm_of_change(left_out, files, names)
             if norm:
                 lost.append(Lost(left_out.name, left_out.reason, norm))
             progress(count, total)
+
     if not extracted:
-        detail = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}" if lost else ""
+        detail = ""
+        if lost:
+            detail = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}"
         raise ExpertError(
             f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{detail}",
             "Pass a full fine-tune of this base, or select what it changed",

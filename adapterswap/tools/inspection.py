@@ -48,14 +48,18 @@ class Inspection:
     def kind(self) -> Literal["adapter", "model", "gguf"]:
         if isinstance(self.expert, GgufAdapter):
             return "gguf"
-        return "adapter" if isinstance(self.expert, Adapter) else "model"
+        if isinstance(self.expert, Adapter):
+            return "adapter"
+        return "model"
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The modules of an adapter (those trained in full last), or the tensors of a checkpoint."""
         if isinstance(self.expert, Checkpoint):
             return tuple(self.expert.parameters.values())
-        return tuple((self.expert.parts if isinstance(self.expert, Adapter) else self.expert.modules).values())
+        if isinstance(self.expert, Adapter):
+            return tuple(self.expert.parts.values())
+        return tuple(self.expert.modules.values())
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -65,8 +69,12 @@ class Inspection:
     @property
     def depth(self) -> Depth | None:
         """How many layers the config of a checkpoint says that it has; None if it does not say, and for adapters."""
-        layers = ModelConfig(self.expert.config).stacked_layers if isinstance(self.expert, Checkpoint) else None
-        return None if layers is None else Depth(layers)
+        if not isinstance(self.expert, Checkpoint):
+            return None
+        layers = ModelConfig(self.expert.config).stacked_layers
+        if layers is None:
+            return None
+        return Depth(layers)
 
     @property
     def num_parameters(self) -> int:
@@ -79,19 +87,25 @@ class Inspection:
     @property
     def num_saved_parameters(self) -> int:
         """The number of parameters of modules that an adapter holds in full (`modules_to_save`)."""
-        return sum(map(_parameters, self.expert.saved.values())) if isinstance(self.expert, Adapter) else 0
+        if not isinstance(self.expert, Adapter):
+            return 0
+        return sum(map(_parameters, self.expert.saved.values()))
 
     @property
     def nbytes(self) -> int:
         """The size in bytes of the files that hold its weights."""
         if isinstance(self.expert, Checkpoint):
             return sum(shard.size for shard in self.expert.shards)
-        return self.expert.file.size if isinstance(self.expert, Adapter) else self.expert.size
+        if isinstance(self.expert, Adapter):
+            return self.expert.file.size
+        return self.expert.size
 
     @property
     def companions(self) -> dict[str, list[str]]:
         """The files and settings beside the weights, by kind: see `Companions.contents`."""
-        return {} if isinstance(self.expert, GgufAdapter) else Companions(self.expert.source.folder).contents()
+        if isinstance(self.expert, GgufAdapter):
+            return {}
+        return Companions(self.expert.source.folder).contents()
 
     @property
     def strip(self) -> list[str]:
@@ -123,16 +137,15 @@ class Inspection:
             facts = self._of_gguf(self.expert)
         else:
             facts = self._of_model(self.expert)
-        trained = {} if self.trained_from is None else {"trained_from": self.trained_from}
-        beside = {"companions": companions} if (companions := self.companions) else {}
-        return {
-            "kind": self.kind,
-            "source": str(self.expert.source),
-            **facts,
-            **beside,
-            **self._composed_of(),
-            **trained,
-        }
+
+        content = {"kind": self.kind, "source": str(self.expert.source), **facts}
+        companions = self.companions
+        if companions:
+            content["companions"] = companions
+        content |= self._composed_of()
+        if self.trained_from is not None:
+            content["trained_from"] = self.trained_from
+        return content
 
     def _of_gguf(self, adapter: GgufAdapter) -> dict[str, Any]:
         return {
@@ -145,22 +158,29 @@ class Inspection:
         }
 
     def _of_adapter(self, adapter: Adapter) -> dict[str, Any]:
-        opaque = [self._of_part(part, method=part.method) for part in adapter.opaque.values()]
-        return {
+        facts: dict[str, Any] = {
             "base_model": adapter.config.base_model,
             "use_rslora": adapter.config.rslora,
             "parameters": self.num_parameters,
             "saved_parameters": self.num_saved_parameters,
             "bytes": self.nbytes,
             "modules": [self._of_part(module) for module in adapter.modules.values()],
-            **({"peft_type": adapter.config.peft_type} if opaque or not adapter.modules else {}),
-            **({"opaque": opaque} if opaque else {}),
-            "saved": [
-                self._of_part(part, **({"tokens": list(part.rows)} if part.rows else {}))
-                for part in adapter.saved.values()
-            ],
-            "ignored": list(adapter.ignored),
         }
+
+        # Other kinds than LoRA
+        if adapter.opaque or not adapter.modules:
+            facts["peft_type"] = adapter.config.peft_type
+        if adapter.opaque:
+            facts["opaque"] = [self._of_part(part, method=part.method) for part in adapter.opaque.values()]
+
+        facts["saved"] = []
+        for part in adapter.saved.values():
+            more: dict[str, Any] = {}
+            if part.rows:
+                more["tokens"] = list(part.rows)
+            facts["saved"].append(self._of_part(part, **more))
+        facts["ignored"] = list(adapter.ignored)
+        return facts
 
     def _of_model(self, model: Checkpoint) -> dict[str, Any]:
         return {
@@ -175,6 +195,7 @@ class Inspection:
     def _of_part(self, part: LoraModule | OpaqueModule | FullModule | StoredTensor, **more: Any) -> dict[str, Any]:
         """A module or a tensor as plain data, with the expert that it came from."""
         facts: dict[str, Any] = {"name": part.name, "layer": part.layer, "kind": part.kind, **more}
+
         if isinstance(part, StoredTensor):
             facts |= {**_tensor(part.tensor), "shard": part.path.name}
         elif isinstance(part, LoraModule):
@@ -184,17 +205,17 @@ class Inspection:
         else:
             tensors = {name: _tensor(tensor) for name, tensor in part.tensors.items()}
             facts |= {"parameters": _parameters(part), "tensors": tensors}
-        return facts | self._owner(part.name)
 
-    def _owner(self, name: str) -> dict[str, Any]:
-        if self.record is None:
-            return {}
-        rows = {"rows": self.record.rows[name]} if name in self.record.rows else {}
-        return {"owner": self.record.modules.get(name), **rows}
+        if self.record is not None:
+            facts["owner"] = self.record.modules.get(part.name)
+            if part.name in self.record.rows:
+                facts["rows"] = self.record.rows[part.name]
+        return facts
 
     def _composed_of(self) -> dict[str, Any]:
         if self.record is None:
             return {}
+
         record = self.record
         composed_of: dict[str, Any] = {
             "experts": {name: str(source) for name, source in record.experts.items()},
@@ -256,8 +277,9 @@ def _parameters(part: Part) -> int:
     """The number of stored parameters."""
     if isinstance(part, LoraModule | GgufModule):
         return part.experts * part.rank * (part.in_features + part.out_features)
-    tensors = [part.tensor] if isinstance(part, StoredTensor) else part.tensors.values()
-    return sum(prod(tensor.shape) for tensor in tensors)
+    if isinstance(part, StoredTensor):
+        return prod(part.tensor.shape)
+    return sum(prod(tensor.shape) for tensor in part.tensors.values())
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:

@@ -102,11 +102,12 @@ def write_as_peft(folder: Path, out: Path, base_model: str | None) -> None:
     problems.raise_if_any()
 
     model = config.get("model")
-    named = model if isinstance(model, str) and model.isprintable() else None
+    if not isinstance(model, str) or not model.isprintable():
+        model = None
     content = adapter_config(
         shapes,
         rslora=False,
-        base_model=base_model or named,
+        base_model=base_model or model,
         revision=None,
         task_type="CAUSAL_LM",
         fan_in_fan_out=False,
@@ -142,7 +143,8 @@ def _settings(config: Mapping[str, Any], folder: Path) -> tuple[float, set[str] 
     if kind != "lora":
         problems.add(f"{folder}: fine_tune_type is {shown(kind)}, not lora", _FUSE, kind=UnsupportedError)
     parameters = config.get("lora_parameters")
-    parameters = parameters if isinstance(parameters, Mapping) else {}
+    if not isinstance(parameters, Mapping):
+        parameters = {}
     scale, keys = parameters.get("scale"), parameters.get("keys")
     num_layers = config.get("num_layers", config.get("lora_layers", _ALL_LAYERS))  # `lora_layers` until 2024
     remedy = "Restore the file that mlx-lm wrote"
@@ -156,7 +158,9 @@ def _settings(config: Mapping[str, Any], folder: Path) -> tuple[float, set[str] 
     problems.raise_if_any()
     assert isinstance(scale, int | float)
     assert isinstance(num_layers, int)
-    return float(scale), None if keys is None else set(keys), num_layers
+    if keys is not None:
+        keys = set(keys)
+    return float(scale), keys, num_layers
 
 
 def check_writable(adapter: Adapter) -> None:
@@ -192,7 +196,10 @@ def write_from_peft(source: Path, adapter: Adapter, out: Path) -> None:
         written[f"{name}.lora_a"] = tensors[module.a.name].T.contiguous()
         written[f"{name}.lora_b"] = tensors[module.b.name].T.contiguous()
         found = _IN_LAYER.fullmatch(name)
-        keys.add(name if found is None else found["rest"])
+        if found is None:
+            keys.add(name)
+        else:
+            keys.add(found["rest"])
     rank = max(module.rank for module in adapter.modules.values())
     parameters = {"rank": rank, "scale": 1.0, "dropout": 0.0, "keys": sorted(keys)}
 

@@ -72,7 +72,8 @@ class Side:
 
     def own_name(self, key: str) -> str | None:
         """The model's name for a checkpoint's key; for one expert of a mixture, its name inside the mixture."""
-        if (name := self.name_of(key)) is not None or self.base.rename(key) is not None:
+        name = self.name_of(key)
+        if name is not None or self.base.rename(key) is not None:
             return name
         return self.base.find_parameter(key, self.checkpoint.container)
 
@@ -91,6 +92,8 @@ def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
     check_one_list(checkpoint.name, base, shared=True)
     stored = {base.rename(key): parameter for key, parameter in checkpoint.parameters.items()}
     weights, parameters = dict(base.by_parameter), dict(base.parameters)
+
+    # A head that is stored, and is another weight than its embedding, is none that is tied.
     for name, weight in base.by_parameter.items():
         for head in weight.tied:
             both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
@@ -111,11 +114,9 @@ def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
 def counterpart(name: str, ours: Side, theirs: Side) -> str | None:
     """Their name for our parameter `name`; None unless that name maps back to ours."""
     their_name = theirs.base.find_parameter(name, ours.base.container)
-    return (
-        their_name
-        if their_name is not None and ours.base.find_parameter(their_name, theirs.base.container) == name
-        else None
-    )
+    if their_name is None or ours.base.find_parameter(their_name, theirs.base.container) != name:
+        return None
+    return their_name
 
 
 def expected_name(name: str, ours: Side, theirs: Side) -> str:
@@ -181,7 +182,9 @@ class WeightMatrix:
     def shape(self) -> tuple[int, int]:
         """(out, in), however it is stored."""
         rows, columns = self.full.tensor.shape
-        return (columns, rows) if self.weight.transposed else (rows, columns)
+        if self.weight.transposed:
+            return columns, rows
+        return rows, columns
 
 
 @dataclass(frozen=True)
@@ -246,6 +249,8 @@ def pair(
         raise error.recast(parameter="base_model") from None
     tuned_side, side = _sides(full, base)
     num_layers = Depth.known(num_layers, base.name, "Pass another base")
+
+    # The stored tensors of both under the base's names
     problems = Problems(BaseModelError)
     towers: dict[str, StoredTensor] = {}
     labels: Mapping[str, str] = {}
@@ -253,13 +258,17 @@ def pair(
     task_type = _task_of(side.base)
     if full.config.get("model_type") == base.config.get("model_type"):
         ours, theirs = (dict(_by_name(checkpoint, side.name_of)) for checkpoint in (full, base))
-        heads = _heads(ours, theirs, side, task_type) if side.is_of_its_own else {}
+        heads: Mapping[str, StoredTensor] = {}
+        if side.is_of_its_own:
+            heads = _heads(ours, theirs, side, task_type)
         in_full = {name: Whole.of(stored.path, stored.tensor) for name, stored in heads.items()}
         towers = _check_names(ours, theirs, full, base, side, problems, without=heads)
     else:
         ours, theirs, towers, labels = _reconciled(tuned_side, side, problems)
     _check_selection(selection, full, side, num_layers, problems)
     problems.raise_if_any()
+
+    # What the adapter holds of them as LoRA
     matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
     different_shapes: list[str] = []
     for name in sorted((ours.keys() & theirs.keys()) - in_full.keys()):
@@ -290,14 +299,19 @@ def pair(
     for name, tower in towers.items():
         if _check_numbers([(tower, full, "full")], problems):
             left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
-    words = (
-        {labels.get(name, name): "×".join(map(str, tensors[name].tensor.shape)) for name in different_shapes}
-        for tensors in (ours, theirs)
-    )
-    compare_shapes(*words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
+
+    in_words: list[dict[str, str]] = []
+    for tensors in (ours, theirs):
+        words = {name: "×".join(map(str, tensors[name].tensor.shape)) for name in different_shapes}
+        in_words.append({labels.get(name, name): shape for name, shape in words.items()})
+    compare_shapes(*in_words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
     problems.raise_if_any()
+
     if config_from is None:
-        _check_configs(full, base, _LABELS if in_full else ())
+        labels_of_head: tuple[str, ...] = ()
+        if in_full:
+            labels_of_head = _LABELS
+        _check_configs(full, base, labels_of_head)
     for matrix in matrices:
         _check_tying(matrix.weight)
     if not matrices:
@@ -306,7 +320,12 @@ def pair(
             "Select `layers` or `embeddings`",
             parameter="layers",
         )
-    matrices.sort(key=lambda m: (-1 if m.weight.layer is None else m.weight.layer, m.weight.name))
+
+    def place(matrix: WeightMatrix) -> tuple[bool, int, str]:
+        """Those without a layer first, then by layer and name."""
+        return matrix.weight.layer is not None, matrix.weight.layer or 0, matrix.weight.name
+
+    matrices.sort(key=place)
     return WeightPair(full, base, side.base, num_layers, tuple(matrices), in_full, task_type, tuple(left_out))
 
 
@@ -319,12 +338,15 @@ def config_differences(full: Checkpoint, base: Checkpoint, ignoring: Iterable[st
     configs = parts = [checkpoint.config for checkpoint in (full, base)]
     if parts[0].get("model_type") != parts[1].get("model_type"):
         parts = [ModelConfig(config).language for config in parts]
-    padding = ("pad_token_id",) if all(map(pads_only_to_generate, configs)) else ()
-    return ConfigDifferences.between(*parts, ignoring=("tie_word_embeddings", *padding, *ignoring))
+    ignored = ["tie_word_embeddings", *ignoring]
+    if all(map(pads_only_to_generate, configs)):
+        ignored.append("pad_token_id")
+    return ConfigDifferences.between(*parts, ignoring=ignored)
 
 
 def _check_configs(full: Checkpoint, base: Checkpoint, ignoring: Iterable[str]) -> None:
-    if differences := config_differences(full, base, ignoring):
+    differences = config_differences(full, base, ignoring)
+    if differences:
         raise BaseModelError(
             f"The configs of {full.name} and its base {base.name} compute differently, and an adapter holds no config: "
             f"{differences.text(full.name, base.name)}",
@@ -352,23 +374,28 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
             parameter="base_model",
         )
     problems.raise_if_any()
+
     model_class = None
     try:
         if kinds[0] == kinds[1]:
-            named = full if full.config.get("architectures") else base
+            named = base
+            if full.config.get("architectures"):
+                named = full
             model_class = Base.class_of_its_own(named.source.folder, named.name)
         tuned = read_side(full, model_class)
     except AdapterswapError as error:  # which names the base
         raise error.recast(parameter="full") from None
-    sides = tuned, read_side(base, model_class)
-    if sides[0].is_tied != sides[1].is_tied:
-        heads = [f"{'ties' if side.is_tied else 'does not tie'} its head" for side in sides]
+
+    original = read_side(base, model_class)
+    if tuned.is_tied != original.is_tied:
+        says = {True: "ties", False: "does not tie"}
         raise BaseModelError(
-            f"{full.name} {heads[0]} to the embedding, but the base {base.name} {heads[1]}",
+            f"{full.name} {says[tuned.is_tied]} its head to the embedding, but the base {base.name} "
+            f"{says[original.is_tied]} its head",
             f"{_REMEDY}, or keep the full checkpoint",
             parameter="base_model",
         )
-    return sides
+    return tuned, original
 
 
 def _by_name(checkpoint: Checkpoint, name_of: Callable[[str], str | None]) -> Iterator[tuple[str, StoredTensor]]:
@@ -386,7 +413,9 @@ def _task_of(model: Base) -> str | None:
     """PEFT's task type for a model's class; None if there is none, or if PEFT would not find the head of its task."""
     children = {name.partition(".")[0] for name in model.parameters}
     heads = TASK_HEADS.get(model.task or "", ())
-    return model.task if not heads or children.intersection(heads) else None
+    if heads and not children.intersection(heads):
+        return None
+    return model.task
 
 
 def _heads(
@@ -466,7 +495,9 @@ def _reconciled(
         base_name = counterpart(name, full, base)
         if base_name in theirs:
             ours[base_name] = stored
-            labels[base_name] = base_name if base_name == name else f"{name} ({base_name} in {base.checkpoint.name})"
+            labels[base_name] = base_name
+            if base_name != name:
+                labels[base_name] = f"{name} ({base_name} in {base.checkpoint.name})"
         elif is_outside(name, full, base):
             towers[name] = stored
         else:
@@ -507,13 +538,16 @@ def _check_selection(selection: Selection, full: Checkpoint, side: Side, num_lay
             parameter="layers",
             kind=ArgumentError,
         )
-    elif full.kept_layers is not None and (cut := [i for i in layers if not full.kept_layers.has(None, i)]):
-        problems.add(
-            f"`layers`: {full.name} is a slice with the {full.kept_layers}, without layer {format_layers(cut)}",
-            "Choose from those that it has, or pass the whole fine-tune",
-            parameter="layers",
-            kind=ArgumentError,
-        )
+    elif full.kept_layers is not None:
+        cut = [layer for layer in layers if not full.kept_layers.has(None, layer)]
+        if cut:
+            problems.add(
+                f"`layers`: {full.name} is a slice with the {full.kept_layers}, without layer {format_layers(cut)}",
+                "Choose from those that it has, or pass the whole fine-tune",
+                parameter="layers",
+                kind=ArgumentError,
+            )
+
     inside = [weight for weight in side.weights.values() if weight.layer is not None]
     for module in selection.modules:
         if selection.layers == NO_LAYER or not any(Rule.selects(module, weight.name, weight.kind) for weight in inside):
@@ -553,10 +587,14 @@ def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], prob
 def _reason(name: str, weight: Weight | None, parameter: StoredTensor, side: Side) -> Reason:
     if weight is not None and weight.layer is not None:
         return "not selected"
+    if weight is not None and side.base.is_in_tower(weight.name):
+        return "towers"
     if weight is not None:
-        return "towers" if side.base.is_in_tower(weight.name) else "embeddings and heads"
+        return "embeddings and heads"
     if name.endswith("bias"):
         return "biases"
     if _FUSED & set(name.split(".")):
         return "experts and routers"
-    return "norms" if len(parameter.tensor.shape) == 1 else "other"
+    if len(parameter.tensor.shape) == 1:
+        return "norms"
+    return "other"

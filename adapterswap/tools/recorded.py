@@ -85,12 +85,20 @@ def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     found = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
     listed = content.get(OutputKind.LIST, found)
     added = sorted(name for name in found if name not in listed and not name.startswith("."))
-    return (f"Files that were not written with it: {', '.join(added)}",) if added else ()
+    if not added:
+        return ()
+    return (f"Files that were not written with it: {', '.join(added)}",)
 
 
 def marked(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A source's keys with what can be compared of their values. No key may be missing."""
-    return {key: None if key in _WHERE else value for key, value in entry.items() if key != "fingerprints"}
+    comparable: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key in _WHERE:
+            comparable[key] = None
+        elif key != "fingerprints":
+            comparable[key] = value
+    return comparable
 
 
 def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str, str]:
@@ -98,9 +106,11 @@ def reprinted(content: Mapping[str, Any], prints: Mapping[str, str]) -> dict[str
 
     A card may be edited, and quotes those of the sources, which may have been edited since.
     """
+    expected = {name: one for name, one in prints.items() if name != CARD}
     recorded = content.get(OutputKind.PRINTS)
-    card = {CARD: recorded[CARD]} if isinstance(recorded, dict) and CARD in recorded else {}
-    return {name: one for name, one in prints.items() if name != CARD} | card
+    if isinstance(recorded, dict) and CARD in recorded:
+        expected[CARD] = recorded[CARD]
+    return expected
 
 
 def compare_records(
@@ -114,12 +124,19 @@ def compare_records(
     again = CompositionRecord.model_validate(recomputed)
     changed = changed_sources(record.experts, again.experts)
     differing_keys = _record_differs(content, record, recomputed)
-    base = again.base if record.kind == "model" else _find_base(record.base, opened, base_model)
+
+    # The base, which an adapter's record has only if it was needed
+    base, unchecked = again.base, list[str]()
+    if record.kind != "model":
+        base = _find_base(record.base, opened, base_model)
+    if record.base is not None and base is None:
+        unchecked.append(BASE)
     if record.base is not None and base is not None:
         base = _as_recorded(base, record, base_model)
         changed |= changed_sources({BASE: record.base}, {BASE: base})
         if marked(content["base"]) != marked(base.content()):
             differing_keys.append("base")
+
     notes = [
         f"The revision of {name} ({source}) was not compared, because a folder was passed"
         for name, source in record.experts.items()
@@ -129,7 +146,7 @@ def compare_records(
         notes.append("The base was not compared: the record has none, because none was needed")
     return Verification(
         changed,
-        unchecked=(BASE,) if record.base is not None and base is None else (),
+        unchecked=tuple(unchecked),
         record_differs=tuple(dict.fromkeys(differing_keys)),
         notes=tuple(notes),
     )
@@ -155,8 +172,14 @@ def _find_base(
         return None
     base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
     local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
-    for place in [base_model] if base_model is not None else [recorded.reference, *local]:
-        if place is not None and (base_model is not None or recorded.reference or os.path.isdir(expand(place))):
+
+    # One that was passed, or that is on the Hub, must be there. A folder may be gone.
+    if base_model is not None:
+        return SourceRecord.of_base(Source.of_base(base_model))
+    if recorded.reference:
+        return SourceRecord.of_base(Source.of_base(recorded.reference))
+    for place in local:
+        if os.path.isdir(expand(place)):
             return SourceRecord.of_base(Source.of_base(place))
     return None
 
@@ -190,7 +213,9 @@ def _record_differs(content: Mapping[str, Any], record: CompositionRecord, recom
 
 def _names_another_base(record: CompositionRecord) -> bool:
     """Whether full weights name another base than the one that they were made with."""
-    made_with = (record.base.source, record.base.revision) if record.base else (None, None)
+    made_with: tuple[str | None, str | None] = (None, None)
+    if record.base:
+        made_with = (record.base.source, record.base.revision)
     return record.kind == "model" and (record.base_model, record.base_revision) != made_with
 
 

@@ -59,7 +59,9 @@ def _lora_row(module: LoraModule, has_stacks: bool) -> Row:
 
 
 def _gguf_row(module: GgufModule) -> Row:
-    name = module.name if module.layer is None else module.name.removeprefix(f"blk.{module.layer}.")
+    name = module.name
+    if module.layer is not None:
+        name = name.removeprefix(f"blk.{module.layer}.")
     shape = (module.out_features, module.in_features)
     return Row(name, module.kind, module.layer, {"rank": module.rank, "out × in": shape, "dtype": module.dtype})
 
@@ -80,4 +82,6 @@ def _within(name: str, layer: int | None, has_stacks: bool) -> str:
     if layer is None:
         return name
     within = ModuleName(name).within(layer)
-    return f"{ModuleName(name).stack} {within}" if has_stacks else within
+    if has_stacks:
+        within = f"{ModuleName(name).stack} {within}"
+    return within

@@ -386,7 +386,7 @@ def alias_remedy(one: str | None, other: str | None) -> str:
             "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
             "other with adapters merged into it, the experts cannot be composed"
         )
-    original = min((one, other), key=lambda name: (bool(_COPIES.search(name.lower())), name.startswith("unsloth/")))
+    original = min((one, other), key=lambda name: (_is_copy(name), name.startswith("unsloth/")))
     if not Reference(original).is_hub_id:
         original = "PATH"
     return f"If both are copies of the same model, as their names suggest, pass `base_model={original}` to declare it"
@@ -404,10 +404,14 @@ def published_name(names: Iterable[str | None]) -> str | None:
         return None
 
     for name in known:
-        is_copy = _COPIES.search(Reference(name).parts[0].lower())
-        if Reference(name).is_hub_id and not is_copy:
+        if Reference(name).is_hub_id and not _is_copy(name):
             return name
     return None
+
+
+def _is_copy(base: str) -> bool:
+    """Whether a base's name, without its revision, is that of a copy in another number format."""
+    return _COPIES.search(Reference(base).parts[0].lower()) is not None
 
 
 def _plain_name(base: str) -> str:

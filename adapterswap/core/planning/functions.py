@@ -5,7 +5,6 @@ Shortcuts for Python users: each function builds a `Composition` and applies it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +27,6 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     check_type,
 )
-from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import find_recipe
 
 
 def slice_layers(
@@ -330,44 +327,6 @@ def adapter_plan(
     base = None if base_model is None else str(base_model)
     composition = Composition.of_one(name, adapter, base_model=base, num_layers=num_layers, tokenizer=tokenizer)
     return make_plan(composition, {name: adapter})
-
-
-def read_composition(recipe: str | Path) -> Composition:
-    """Read the recipe of a composition. Relative paths of experts may be relative to the recipe's folder.
-
-    Args:
-        recipe: a YAML file, or the name of a shipped recipe such as `compose/llama-3.1-8b/swahili`. The file may be a
-            mergekit YAML; see `read_mergekit`.
-
-    Returns:
-        The composition, for `compose`.
-
-    Raises:
-        NotFoundError: the recipe does not exist.
-        FieldError: the recipe has mistakes; all of them are listed.
-        UnsupportedError: a mergekit YAML sets a dtype, which a composition cannot hold, or uses an unsupported feature.
-    """
-    check_type(recipe, (str, Path), "recipe", "Pass a YAML file, or the name of a shipped recipe")
-    path = find_recipe(recipe, "compose")
-    from adapterswap.core.planning.mergekit import MergekitMerge, read_mergekit  # seldom used
-
-    if MergekitMerge.is_at(path):
-        merge = read_mergekit(path)
-        if merge.dtype is not None:
-            raise UnsupportedError(
-                f"{path}: dtype is {merge.dtype}, but a composition does not say how its weights are stored",
-                "Remove it from the file and pass `dtype` to `merge`, or call `read_mergekit`, which returns both",
-                parameter="dtype",
-            )
-        return merge.composition
-    from adapterswap.kit.files.models import read_recipe
-
-    composition = read_recipe(path, Composition, paths=["experts.*"], kind="compose")
-    experts = {
-        name: str(sibling) if os.path.isdir(sibling := path.parent / expand(place)) else place
-        for name, place in composition.experts.items()
-    }
-    return composition.model_copy(update={"experts": experts})
 
 
 def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:

@@ -70,7 +70,9 @@ class GgufFile:
     def piece(self) -> str | None:
         """The name that `export` gave the piece; None if it is not a piece."""
         name = self.fields.get("adapterswap.piece")
-        return name if isinstance(name, str) else None
+        if not isinstance(name, str):
+            return None
+        return name
 
     @cached_property
     def modules(self) -> dict[str, GgufModule]:
@@ -85,9 +87,16 @@ class GgufFile:
             if name.startswith("token_embd"):  # its A is stored in×rank
                 rank, into = into, rank
             name = name.removesuffix(".weight")
-            layer = re.match(r"blk\.(\d+)\.", name)
-            kind: Kind = "attention" if ".attn_" in name else "mlp" if ".ffn_" in name else "other"
-            modules[name] = GgufModule(name, int(layer[1]) if layer else None, kind, rank, out, into, dtype, *counts)
+            kind: Kind = "other"
+            layer = None
+            block = re.match(r"blk\.(\d+)\.", name)
+            if block:
+                layer = int(block[1])
+            if ".attn_" in name:
+                kind = "attention"
+            elif ".ffn_" in name:
+                kind = "mlp"
+            modules[name] = GgufModule(name, layer, kind, rank, out, into, dtype, *counts)
         return modules
 
     @staticmethod
@@ -130,7 +139,10 @@ class GgufAdapter:
     @property
     def modules(self) -> dict[str, GgufModule]:
         """All files' modules by name."""
-        return {name: module for file in self.files for name, module in file.modules.items()}
+        modules: dict[str, GgufModule] = {}
+        for file in self.files:
+            modules |= file.modules
+        return modules
 
     @property
     def size(self) -> int:
@@ -147,15 +159,19 @@ class GgufAdapter:
             content = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return content if isinstance(content, dict) else None
+        if not isinstance(content, dict):
+            return None
+        return content
 
     @property
     def record(self) -> CompositionRecord | None:
         """The record of the composition; None if there is none that this version can read."""
         from adapterswap.core.writing.records import CompositionRecord
 
+        if self.content is None:
+            return None
         try:
-            return None if self.content is None else CompositionRecord.model_validate(self.content)
+            return CompositionRecord.model_validate(self.content)
         except ValueError:  # pydantic's
             return None
 
@@ -163,7 +179,9 @@ class GgufAdapter:
     def open(path: str | Path) -> GgufAdapter:
         """Open LoRA in GGUF: a file, or a folder of pieces."""
         path = expand(path)
-        paths = sorted(path.glob(f"*{_SUFFIX}")) if os.path.isdir(path) else [path]
+        paths = [path]
+        if os.path.isdir(path):
+            paths = sorted(path.glob(f"*{_SUFFIX}"))
         if not paths or not paths[0].is_file():
             raise NotFoundError(f"{path} does not exist", GgufAdapter.REMEDY, parameter="path")
         return GgufAdapter(path, tuple(map(_open, paths)))
@@ -173,14 +191,15 @@ def _open(path: Path) -> GgufFile:
     try:
         reader = read_gguf(path)
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
-        tensors = {
-            tensor.name: (tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape)), tensor.data)
-            for tensor in reader.tensors
-        }
+        tensors: dict[str, tuple[str, tuple[int, ...], Any]] = {}
+        for tensor in reader.tensors:
+            shape = tuple(map(int, reversed(tensor.shape)))
+            tensors[tensor.name] = tensor.tensor_type.name, shape, tensor.data
     except (ValueError, KeyError, IndexError, OSError, TypeError, OverflowError) as error:
         raise ExpertError(
             f"{path} is not a complete GGUF file: {reason_of(error)}", GgufAdapter.REMEDY, parameter="path"
         ) from None
+
     lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
     if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
         raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", GgufAdapter.REMEDY, parameter="path")

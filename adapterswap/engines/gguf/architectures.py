@@ -144,25 +144,34 @@ class Architecture:
 
         def number(*keys: str) -> int | None:
             value = next((config[key] for key in keys if config.get(key) is not None), None)
-            return value if type(value) is int and value > 0 else None
+            if type(value) is not int or value <= 0:
+                return None
+            return value
 
         hidden = number("hidden_size", "n_embd")
         heads = number("num_attention_heads", "n_head")
         key_heads = number("num_key_value_heads") or heads
         if self.name == "FALCON":
-            grouped = config.get("new_decoder_architecture")
-            key_heads = number("num_kv_heads", "n_head_kv") or heads if grouped else 1
-            if not grouped and config.get("multi_query") is False:
+            key_heads = 1
+            if config.get("new_decoder_architecture"):
+                key_heads = number("num_kv_heads", "n_head_kv") or heads
+            elif config.get("multi_query") is False:
                 key_heads = heads
+
         if hidden is None or (heads is None and not self.own_head_size):
             raise BaseModelError(
                 "The base's config.json lacks hidden_size or num_attention_heads",
                 "Pass the base's own folder as `base_model`",
                 parameter="base_model",
             )
-        head = number("head_dim") or (None if self.own_head_size or heads is None else hidden // heads)
+
+        head = number("head_dim")
+        if head is None and heads is not None and not self.own_head_size:
+            head = hidden // heads
         inner = {"FALCON": "ffn_hidden_size", "GPT2": "n_inner"}.get(self.name)
-        feed_forward = number(inner or "intermediate_size") or (4 * hidden if inner else None)
+        feed_forward = number(inner or "intermediate_size")
+        if feed_forward is None and inner:
+            feed_forward = 4 * hidden
         expert = number("moe_intermediate_size") or feed_forward
         experts = number("num_local_experts", "num_experts")
         return ModelSizes(hidden, heads, key_heads, head, feed_forward, number("vocab_size"), expert, experts)
@@ -270,15 +279,15 @@ def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     model_type, outer = text.get("model_type"), config.get("model_type")
     architecture = next((candidate for candidate in ARCHITECTURES if model_type in candidate.model_types), None)
     if architecture is None or (text is not config and outer not in architecture.wrappers):
-        types = ", ".join(
-            sorted(name for candidate in ARCHITECTURES for name in (*candidate.model_types, *candidate.wrappers))
-        )
+        types: list[str] = []
+        for candidate in ARCHITECTURES:
+            types += (*candidate.model_types, *candidate.wrappers)
         raise UnsupportedError(
-            f"{where} has the type {outer if text is not config else model_type}, but only adapters of {types} can be "
-            "exported to GGUF",
+            f"{where} has the type {outer}, but only adapters of {', '.join(sorted(types))} can be exported to GGUF",
             Target.GGUF.otherwise,
             parameter="base_model",
         )
+
     if architecture.name == "FALCON" and (text.get("alibi") or text.get("parallel_attn") is False):
         raise UnsupportedError(
             f"{where} is a Falcon with ALiBi or without parallel attention, which llama.cpp cannot read",

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,7 +125,9 @@ class Exported:
 
         Its paths are relative to its own folder, which is that of the adapter's file.
         """
-        return None if self.is_pieces else f"FROM {base}\nADAPTER ./{self.path.name}\n"
+        if self.is_pieces:
+            return None
+        return f"FROM {base}\nADAPTER ./{self.path.name}\n"
 
     @property
     def is_pieces(self) -> bool:
@@ -192,7 +195,9 @@ def export(
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     by = check_pieces(pieces)
     check_outtype(outtype)
-    base_model = None if base_model is None else str(base_model)
+    if base_model is not None:
+        base_model = str(base_model)
+
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
     elif base_model is not None and base_model != plan.composition.base_model:
@@ -216,8 +221,10 @@ def check_outtype(outtype: str) -> None:
 def check_pieces(pieces: bool | Division) -> Division | None:
     """How the files are divided; None for one file."""
     check_type(pieces, (bool, str), "pieces", f"Pass True, False, or one of {', '.join(DIVISIONS)}")
-    if isinstance(pieces, bool):
-        return "layer" if pieces else None
+    if pieces is True:
+        return "layer"
+    if pieces is False:
+        return None
     if pieces not in DIVISIONS:
         raise ArgumentError(
             f"`pieces` is {pieces!r}, which is unknown",
@@ -249,10 +256,12 @@ def write_gguf(
     check_outtype(outtype)
     _check_rows(prepared, outtype)
     out_path, inputs = expand(out_path), prepared.plan.inputs
+
+    # The files, each with its tensors
     if pieces is None:
-        contents = [
-            (ExportedFile(out_path, None, None, _layers(prepared), *_size(prepared.tensors, outtype)), prepared.tensors)
-        ]
+        layers = tuple(sorted({tensor.layer for tensor in prepared.tensors if tensor.layer is not None}))
+        whole = ExportedFile(out_path, None, None, layers, *_size(prepared.tensors, outtype))
+        contents = [(whole, prepared.tensors)]
     else:
         contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
     named = prepared.plan.composition.base_model or prepared.plan.base.name
@@ -266,6 +275,7 @@ def write_gguf(
     )
     if dry_run:
         return exported
+
     metadata = _metadata(prepared, outtype, pieces)
     if pieces:
         with PIECES.folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
@@ -278,12 +288,10 @@ def write_gguf(
 
 
 def _piece(folder: Path, part: Part, outtype: str) -> ExportedFile:
-    layer = part.layers[0] if len(part.layers) == 1 else None
+    layer = None
+    if len(part.layers) == 1:
+        layer = part.layers[0]
     return ExportedFile(folder / f"{part.name}.gguf", layer, part.kind, part.layers, *_size(part.tensors, outtype))
-
-
-def _layers(prepared: PreparedGguf) -> tuple[int, ...]:
-    return tuple(sorted({tensor.layer for tensor in prepared.tensors if tensor.layer is not None}))
 
 
 def _size(tensors: Sequence[GgufTensor], outtype: str) -> tuple[int, int]:
@@ -295,16 +303,23 @@ def _metadata(prepared: PreparedGguf, outtype: str, pieces: Division | None) -> 
     """The metadata of each file: adapterswap's record, and the base under the keys of llama.cpp's own converter."""
     plan, facts = prepared.plan, prepared.plan.base
     with ThreadPoolExecutor(1) as worker:
-        sha256 = dict(
-            zip(plan.adapters, worker.map(sha256_of, (a.file.path for a in plan.adapters.values())), strict=True)
-        )
+        hashes = worker.map(sha256_of, [adapter.file.path for adapter in plan.adapters.values()])
+        sha256 = dict(zip(plan.adapters, hashes, strict=True))
+
+    source = None
+    if facts.source:
+        source = SourceRecord.of_base(facts.source, facts.local.config_sha256)
+    output: dict[str, Any] = {"format": "gguf", "outtype": outtype}
+    if pieces:
+        output["pieces"] = pieces
     record = CompositionRecord.of(
         plan,
         {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-        SourceRecord.of_base(facts.source, facts.local.config_sha256) if facts.source else None,
-        output={"format": "gguf", "outtype": outtype, **({"pieces": pieces} if pieces else {}), **prepared.output},
+        source,
+        output=output | prepared.output,
         measured=prepared.adapter.measured,
     )
+
     base: dict[str, str | int] = {}
     if prepared.base_name is not None:
         base = {"general.base_model.count": 1, "general.base_model.0.name": prepared.base_name}
@@ -329,11 +344,16 @@ def _write_file(
     """Write one GGUF file at `path`, a tensor at a time."""
     gguf = load_gguf()
     kind = gguf.GGMLQuantizationType[outtype.upper()]
+
+    # What the file says of itself
     writer = gguf.GGUFWriter(None, prepared.architecture, endianess=gguf.GGUFEndian.LITTLE)
     writer.add_type(gguf.GGUFType.ADAPTER)
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, prepared.alpha)
-    writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if outtype == 'f32' else 'MOSTLY'}_{outtype.upper()}"])
+    file_type = f"MOSTLY_{outtype.upper()}"
+    if outtype == "f32":
+        file_type = "ALL_F32"
+    writer.add_file_type(gguf.LlamaFileType[file_type])
     if outtype == "q8_0":
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if piece is not None:
@@ -354,6 +374,8 @@ def _write_file(
         writer.write_ti_data_to_file()
     finally:
         writer.close()
+
+    # The numbers behind it
     places = []
     end = _aligned(path.stat().st_size)
     for tensor in tensors:
@@ -381,8 +403,9 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
     kind = gguf.GGMLQuantizationType[outtype.upper()]
     if outtype == "q8_0":  # each block has a scale in float16, its largest number / 127
         values = tensor.values(files)
-        fits = bool(np.abs(values).max(initial=0) <= 127 * _LARGEST_F16)
-        encoded = gguf.quants.quantize(values, kind).reshape(-1) if fits else None
+        encoded, fits = None, bool(np.abs(values).max(initial=0) <= 127 * _LARGEST_F16)
+        if fits:
+            encoded = gguf.quants.quantize(values, kind).reshape(-1)
     else:
         dtype = _DTYPES[outtype]
         copied = tensor.copied(files, dtype)
@@ -391,6 +414,7 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
         values = tensor.values(files)
         encoded = Dtype(dtype).pack(values)
         fits = Dtype(dtype).is_finite(encoded)
+
     if fits and outtype in _MOST_LOST:
         written = gguf.quants.dequantize(encoded, kind).reshape(values.shape)
         lost, norm = (float(np.linalg.norm(part.astype(np.float64))) for part in (values - written, values))
@@ -411,7 +435,9 @@ def _nbytes(shape: tuple[int, ...], outtype: str) -> int:
     count = math.prod(shape)
     if outtype == "q8_0":
         return count // _BLOCK * (_BLOCK + 2)
-    return count * (4 if outtype == "f32" else 2)
+    if outtype == "f32":
+        return count * 4
+    return count * 2
 
 
 def _check_rows(prepared: PreparedGguf, outtype: str) -> None:

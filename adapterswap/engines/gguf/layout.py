@@ -169,6 +169,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
     sizes = architecture.sizes(config)
     tied = architecture.always_tied or config.get("tie_word_embeddings", architecture.tied)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.name], plan.one_depth("`export`"))
+
     Target.GGUF.check(
         plan,
         max_rank=form.max_rank,
@@ -176,12 +177,15 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
         tied=tied,
         exports=lambda slot: _projection(slot, architecture)[1] is not None,
     )
+
     places: dict[str, _Place] = {}
     orders: dict[Projection, Rows | None] = {}
     for slot in plan.modules.values():
         canonical, projection = _projection(slot, architecture)
         if not slot.terms or projection is None:
             continue
+
+        # Its sizes are those that the base's config states.
         lora, misfit = slot.terms[0].lora, ""
         if not _fits(lora, projection, sizes):
             expected = f"{sizes.of(projection.out) or 'any'}×{sizes.of(projection.into) or 'any'}"
@@ -192,6 +196,8 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
             remedy = "Pass the base that the experts adapt as `base_model`"
             problems.add(misfit, remedy, parameter="base_model", kind=ExpertError)
             continue
+
+        # Its name in llama.cpp; a fused module has one for each part
         layers = f"{architecture.container}.{slot.layer}"
         canonical_names = [f"{layers}.{part}" for part in projection.experts] or [canonical]
         gguf_names = tuple(name for name in map(names.get_name, canonical_names) if name is not None)
@@ -199,7 +205,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
             problems.add(f"gguf has no name for {canonical} in this architecture", "Install a newer gguf")
             continue
         if projection not in orders:
-            orders[projection] = projection.rows(sizes) if projection.rows else None
+            orders[projection] = projection.rows and projection.rows(sizes)
         places[slot.name] = _Place(tuple(f"{name}.weight" for name in gguf_names), orders[projection])
     problems.raise_if_any()
     return places
@@ -214,8 +220,9 @@ def _projection(slot: Slot, architecture: Architecture) -> tuple[str, Projection
                 return name, outside
         return slot.name, None
     container, _, within = slot.name.partition(f".{slot.layer}.")
-    same = container.rpartition(".")[2] == architecture.container.rpartition(".")[2]
-    projection = architecture.layer.get(within) if same and _is_text(container) else None
+    projection = None
+    if container.rpartition(".")[2] == architecture.container.rpartition(".")[2] and _is_text(container):
+        projection = architecture.layer.get(within)
     return f"{architecture.container}.{slot.layer}.{within}", projection
 
 
@@ -235,13 +242,13 @@ def _fits(lora: LoraModule, projection: Projection, sizes: ModelSizes) -> bool:
 
 def _check_copies(plan: Plan, reference: str) -> None:
     """Check that copies of the base's weights beside LoRA of an embedding or head, which are left out, are equal."""
-    carrying = {
-        name: adapter
-        for name, adapter in plan.adapters.items()
-        if any(module.base is not None for module in adapter.modules.values())
-    }
+    carrying = {}
+    for name, adapter in plan.adapters.items():
+        if any(module.base is not None for module in adapter.modules.values()):
+            carrying[name] = adapter
     if not carrying:
         return
+
     try:
         base = open_checkpoint(reference)
     except AdapterswapError as error:
@@ -251,6 +258,7 @@ def _check_copies(plan: Plan, reference: str) -> None:
             "Pass a base with its weights as `base_model`",
             parameter="base_model",
         ) from None
+
     for name, adapter in carrying.items():
         remedy = "Pass the base that it was trained on as `base_model`"
         check_copies(name, adapter, base, effect="which a GGUF file leaves out", remedy=remedy)
@@ -332,17 +340,21 @@ def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
         return _zones(prepared, width)
     groups: dict[tuple[int | None, Kind | None], list[GgufTensor]] = {}
     for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0, t.kind)):
-        kind = tensor.kind if by == "kind" and tensor.layer is not None else None
+        kind = None
+        if by == "kind" and tensor.layer is not None:
+            kind = tensor.kind
         groups.setdefault((tensor.layer, kind), []).append(tensor)
-    return [
-        Part(
-            "outside" if layer is None else f"layer-{layer:0{width}}" + (f"-{kind}" if kind else ""),
-            () if layer is None else (layer,),
-            kind,
-            tuple(tensors),
-        )
-        for (layer, kind), tensors in groups.items()
-    ]
+
+    parts: list[Part] = []
+    for (layer, kind), tensors in groups.items():
+        if layer is None:
+            parts.append(Part("outside", (), None, tuple(tensors)))
+            continue
+        name = f"layer-{layer:0{width}}"
+        if kind is not None:
+            name += f"-{kind}"
+        parts.append(Part(name, (layer,), kind, tuple(tensors)))
+    return parts
 
 
 def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
@@ -362,11 +374,13 @@ def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
             running = {share: ([], share, []) for share in by_share}
             zones += running.values()
         for share, tensors in by_share.items():
-            running[share][0].extend([] if layer is None else [layer])
+            if layer is not None:
+                running[share][0].append(layer)
             running[share][2].extend(tensors)
+
     parts: list[Part] = []
     for numbers, share, tensors in zones:
-        ends = dict.fromkeys((numbers[0], numbers[-1])) if numbers else ()
+        ends = dict.fromkeys([*numbers[:1], *numbers[-1:]])
         span = "-".join(f"{end:0{width}}" for end in ends) or "outside"
         owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in prepared.plan.experts if name in _experts_of(share))
         parts.append(Part(f"zone-{span}-{owner}", tuple(numbers), None, tuple(tensors)))
@@ -381,7 +395,9 @@ def _share(slot: Slot) -> str:
 def _experts_of(share: str) -> Sequence[str]:
     """The experts of a `_share`."""
     owner = json.loads(share)[0]
-    return [owner] if isinstance(owner, str) else list(owner)
+    if isinstance(owner, str):
+        return [owner]
+    return list(owner)
 
 
 def _distinct(parts: Sequence[Part]) -> list[Part]:

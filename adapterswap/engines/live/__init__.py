@@ -3,11 +3,11 @@
 Begin with `LiveComposer`. torch, transformers and PEFT are imported only when it is used.
 """
 
-from adapterswap.engines.live.batch import Answers, stream
 from adapterswap.engines.live.composer import LiveComposer
 from adapterswap.engines.live.loader import load_expert, load_experts
 from adapterswap.engines.live.peft_adapter import find_adapter, with_adapter
 from adapterswap.engines.live.reading import Reading
+from adapterswap.engines.live.streaming import Answers, stream
 from adapterswap.engines.live.switch import why_not_live
 
 __all__ = [

@@ -69,6 +69,7 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
             else:
                 saved = stack.enter_context(_saved(name, inventory))
                 experts[name] = replace(saved, kept_layers=file.kept_layers)
+
         composition = plan.composition
         bases = {(adapter.config.base_model, adapter.config.revision): None for adapter in experts.values()}
         if len(bases) > 1 and composition.base_model is None:  # they are loaded in one model, so they have one base
@@ -90,7 +91,9 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
     try:
         with open_files([file.file]) as files:
             handle = files[file.file.path]
-            pairs = [pair for module, layer in loaded.items() for pair in _tensors(file.parts[module], layer, name)]
+            pairs: list[tuple[Tensor, Any]] = []
+            for module, layer in loaded.items():
+                pairs += _tensors(file.parts[module], layer, name)
             for module, wrapper in saved.items():
                 state = wrapper.modules_to_save[name].state_dict()
                 pairs += [(place, state.get(key)) for key, place in file.saved[module].tensors.items()]
@@ -127,7 +130,9 @@ def _saved(name: str, inventory: Inventory) -> Iterator[Adapter]:
             # PEFT mistakes the biases of `lora_bias` for factors that ZeRO-3 left empty.
             warnings.filterwarnings("ignore", r"Adapter .* LoRA tensor\(s\) have invalid shape")
             inventory.model.save_pretrained(place, selected_adapters=[name], save_embedding_layers=False)
-        folder = place / name if (place / name).is_dir() else place
+        folder = place
+        if (place / name).is_dir():
+            folder = place / name
         _correct_ranks(folder, name, inventory)
         yield open_adapter(folder)
 
@@ -226,16 +231,23 @@ class Catalogue:
         if isinstance(composition, Plan):
             composition.check_adapter()
             return make_switch(composition, self.inventory)
-        key = composition.model_dump_json() if isinstance(composition, Composition) else composition or BASE
+
+        key = composition or BASE
+        if isinstance(key, Composition):
+            key = key.model_dump_json()
         remembered = self._switches.get(key)
         if remembered is not None:
             switch, content = remembered
             if content is None or content == self.inventory.content(switch.experts):
                 return switch
+
         while len(self._switches) >= _REMEMBERED:
             self._switches.pop(next(iter(self._switches)))
         switch, by_tensors = self._make(self._parse(composition))
-        self._switches[key] = switch, self.inventory.content(switch.experts) if by_tensors else None
+        content = None
+        if by_tensors:
+            content = self.inventory.content(switch.experts)
+        self._switches[key] = switch, content
         return switch
 
     def _look(self) -> None:
@@ -276,6 +288,7 @@ class Catalogue:
         if slices or composition.names_layers:
             Depth.known(num_layers, "the model", "Pass a plan that was made with `num_layers`", parameter="model")
         Depth.check("the model", num_layers, composition.num_layers, "Leave `num_layers` out")
+
         depth = num_layers or composition.num_layers or least_depth(experts)
         plan = make_plan(composition, experts, num_layers=depth, base_at_hand=True)
         rules = [slot.rule for slot in plan if slot.rule is not None]

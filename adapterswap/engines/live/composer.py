@@ -102,6 +102,7 @@ class Session:
             raise UnsupportedError("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
         if self.pin is not None and isinstance(wanted, Switch):
             self.pin.check(wanted)
+
         before = self.active
         if self._baseline is None:
             self._baseline = InitialState(self._catalogue.inventory)

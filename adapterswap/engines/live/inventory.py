@@ -417,17 +417,19 @@ class Inventory:
                 "Load it under another name",
                 kind=ExpertError,
             )
+
+        # An expert without parts, and then with those of the loaded layers
         file = TensorFile(Path(name), {}, 0, 0, b"", ())
         bare = Adapter(Source(Path(name), name), config, file, {}, None)
         with problems.collect():
             Target.LIVE.check_expert(bare, f"The adapter {name!r}")
         layers = {module: layer for module, layer in self.layers.items() if name in layer.r}
-        saved_modules = {
-            module: wrapper.modules_to_save[name]
-            for module, wrapper in self.in_full.items()
-            if name in wrapper.modules_to_save
-        }
+        saved_modules: dict[str, Any] = {}
+        for module, wrapper in self.in_full.items():
+            if name in wrapper.modules_to_save:
+                saved_modules[module] = wrapper.modules_to_save[name]
         container = layer_container([*layers, *saved_modules])
+
         parts: list[Part] = []
         for module, layer in layers.items():
             tensors, shape = own_factors(layer, name), self.shape(module, name)
@@ -452,7 +454,11 @@ class Inventory:
                 extra = {part: _placeless(f"{module}.{part}", t) for part, t in other_tensors(layer, name).items()}
                 settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
                 variant = OpaqueModule(module, lora.layer, config.title, LORA, extra, settings, lora=lora)
-                parts.append(variant if extra else lora)
+                if extra:
+                    parts.append(variant)
+                else:
+                    parts.append(lora)
+
         for module, whole in saved_modules.items():
             tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
             parts.append(FullModule(module, ModuleName(module).layer(container), tensors_in_full))
@@ -470,8 +476,11 @@ def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
     configs = [adapter.config for adapter in experts.values()]
     if len({(c.base_model, c.revision, c.task_type) for c in configs}) <= 1:
         return experts
+
     base = next((c.base_model for c in configs if c.base_model), None)
-    revision = configs[0].revision if len({(c.base_model, c.revision) for c in configs}) == 1 else None
+    revision = None
+    if len({(c.base_model, c.revision) for c in configs}) == 1:
+        revision = configs[0].revision
     task = configs[0].task_type
     return {
         name: replace(adapter, config=replace(adapter.config, base_model=base, revision=revision, task_type=task))

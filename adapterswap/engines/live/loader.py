@@ -78,6 +78,7 @@ def check_copies(
         return
     if any(getattr(modules[module], "merged", False) for module in carried):
         raise UnsupportedError("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
+
     problems = Problems(ExpertError)
     with open_files([file]) as files:
         for module, copy in carried.items():
@@ -175,31 +176,45 @@ def load_expert(
         ArgumentError: the name is taken or cannot be used, or the expert has no such layers.
         UnsupportedError: the expert is of a kind that cannot be composed, or the model is offloaded.
     """
-    try:
-        adapter = expert if isinstance(expert, Adapter) else open_adapter(expert)
-    except AdapterswapError as error:
-        raise error.recast(parameter="expert") from None
+    # What is loaded, and into what
+    if isinstance(expert, Adapter):
+        adapter = expert
+    else:
+        try:
+            adapter = open_adapter(expert)
+        except AdapterswapError as error:
+            raise error.recast(parameter="expert") from None
     Target.LIVE.check_expert(adapter, f"the expert {name!r}")
     _check_base(adapter, name, model)
-    base: Any = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     check_in_memory(base)
-    adapter = as_in_model(adapter, name, base)
+    adapter = part = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
-    part = adapter if layers is None else slice_of(adapter, layers, layers_of_base(base))
+    if layers is not None:
+        part = slice_of(adapter, layers, layers_of_base(base))
     _check_fit(part, name, base)
+
     with _folder_of(adapter, layers, layers_of_base(base)) as folder:
         peft_model = _load(model, base, folder, name, autocast_adapter_dtype)
-    loaded = {module: pair for module, layer in find_layers(peft_model).items() if (pair := factors(layer, name))}
+
+    # What PEFT made of it
+    loaded = {}
+    for module, layer in find_layers(peft_model).items():
+        pair = factors(layer, name)
+        if pair:
+            loaded[module] = pair
     wrappers = find_wrappers(peft_model.get_base_model())
     saved = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
-    if lost := sorted(module for module, pair in loaded.items() if module in part.factors and pair.a.is_meta):
+    lost = sorted(module for module, pair in loaded.items() if module in part.factors and pair.a.is_meta)
+    if lost:
         _remove(peft_model, name)
         raise UnsupportedError(
             f"PEFT loses LoRA on {and_more(lost)} of the expert {name!r}: for this type of model it renames these keys",
             "Write full weights with `merge`, which does not depend on PEFT",
             parameter="expert",
         )
-    if differing := sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys())):
+    differing = sorted((loaded.keys() ^ part.factors.keys()) | (saved ^ part.saved.keys()))
+    if differing:
         _remove(peft_model, name)
         raise ExpertError(
             f"The expert {name!r} does not fit the model: its config and its file disagree on {differing[0]}",
@@ -207,6 +222,13 @@ def load_expert(
             parameter="expert",
         )
     return peft_model
+
+
+def _base_of(model: Any) -> Any:
+    """The base of a PeftModel; the model itself if it is none."""
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 def _check_base(adapter: Adapter, name: str, model: Any) -> None:
@@ -225,7 +247,7 @@ def as_in_model(adapter: Adapter, name: str, model: Any) -> Adapter:
 
     If the model lacks a module under any name, the adapter is returned unchanged, and `_check_fit` reports the module.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     names = {module for module, _ in base.named_modules()} | _parameters(base).keys()
     if names.issuperset(adapter.parts):
         return adapter
@@ -263,11 +285,14 @@ def layers_taken(
     num_layers = Depth.known(num_layers, "the model", "Pass `layers` instead", parameter="model")
     taken: set[int] = set()
     for composition in compositions:
-        rules = (parse_composition(composition) if isinstance(composition, str) else composition).rules(num_layers)
+        if isinstance(composition, str):
+            composition = parse_composition(composition)
+        rules = composition.rules(num_layers)
         for module in adapter.parts.values():
             rule = next((rule for rule in rules if rule.matches(module.name, module.layer, module.kind)), None)
             if module.layer is not None and rule is not None and name in rule.coefficients():
                 taken.add(module.layer)
+
     if not taken:
         raise CompositionError(
             f"The compositions take no layer from the expert {name!r}",
@@ -300,20 +325,29 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
     modules, parameters = dict(base.named_modules()), _parameters(base)
     _check_other_parts(adapter, name, modules, problems)
     problems.raise_if_any()
+
+    # Its modules
     remedy = "Load it into the base that it was trained on"
     fused = {module.name: module for module in adapter.modules.values() if module.parameter}
-    missing = [module for module in adapter.parts if module not in (parameters if module in fused else modules)]
+    missing: list[str] = []
+    for part_name in adapter.parts:
+        there = parameters if part_name in fused else modules
+        if part_name not in there:
+            missing.append(part_name)
     if missing:
-        ahead = all(
-            ModuleName(module).is_ahead(adapter.parts[module].layer, layers_of_base(base)) for module in missing
-        )
+        depth = layers_of_base(base)
+        otherwise = remedy
+        if all(ModuleName(module).is_ahead(adapter.parts[module].layer, depth) for module in missing):
+            otherwise = (
+                "transformers does not load layers that predict further tokens: write full weights with `merge` instead"
+            )
         problems.add(
             f"The expert {name!r} adapts {and_more(missing)}, which the model does not have",
-            "transformers does not load layers that predict further tokens: write full weights with `merge` instead"
-            if ahead
-            else remedy,
+            otherwise,
             parameter="expert",
         )
+
+    # The shapes of their factors
     for module in (module for name, module in fused.items() if name in parameters):
         shape = (module.experts, module.out_features, module.in_features)
         if _axes(parameters[module.name]) != _axes(shape):
@@ -333,11 +367,15 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
         problems=problems,
         parameter="expert",
     )
+
+    # The shapes of those that were trained in full
     ours: dict[str, str] = {}
     theirs: dict[str, str] = {}
     for part in adapter.saved.values():
         target: Any = modules.get(part.name)
-        state = {} if target is None else getattr(target, "original_module", target).state_dict()
+        state: dict[str, Any] = {}
+        if target is not None:
+            state = getattr(target, "original_module", target).state_dict()
         ours |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in part.tensors.items()}
         theirs |= {f"{part.name}.{key}": "×".join(map(str, tensor.shape)) for key, tensor in state.items()}
     compare_shapes(
@@ -361,7 +399,8 @@ def _check_other_parts(adapter: Adapter, name: str, modules: Mapping[str, Any], 
     saved = {module for module, instance in modules.items() if isinstance(instance, ModulesToSaveWrapper)}
     adapted = {module for module, instance in modules.items() if isinstance(instance, BaseTunerLayer)}
     held = {f"the expert {name!r}": (adapter.saved, adapter.parts), "a loaded expert": (saved, saved | adapted)}
-    if (reason := clash(held)) is not None:
+    reason = clash(held)
+    if reason is not None:
         problems.add(reason, Target.LIVE.otherwise, parameter="expert", kind=UnsupportedError)
 
 

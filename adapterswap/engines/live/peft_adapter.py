@@ -52,10 +52,13 @@ def find_adapter(reference: str) -> Source:
             raise ExpertError(
                 f"{reference} has no {name}", "Pass an adapter that PEFT saved as safetensors", parameter="adapter"
             )
+
     config = read_json(source.folder / CONFIG)
     kind, megatron = config.get("peft_type"), config.get("megatron_config")
     if kind not in _LOADED or megatron is not None:
-        what = f"is of the kind {shown(kind)}" if kind not in _LOADED else "sets megatron_config"
+        what = "sets megatron_config"
+        if kind not in _LOADED:
+            what = f"is of the kind {shown(kind)}"
         raise UnsupportedError(
             f"{reference} {what}, for which PEFT would follow other settings in its config: paths, modules, addresses",
             f"Evaluate an adapter of these kinds: {', '.join(sorted(_LOADED))}",

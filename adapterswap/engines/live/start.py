@@ -32,6 +32,7 @@ def put_below(model: Any, adapter: Adapter, *, quantized: bool) -> Any:
     loaded = load_expert(model, adapter, "below")
     if not quantized:
         return loaded.merge_and_unload()
+
     terms = factors_by_module(loaded, "below")
     model = loaded.unload()
     for name, term in terms.items():

@@ -46,7 +46,8 @@ class Memo:
         with suppress(AdapterswapError):  # missing or damaged: everything can be computed again
             content = read_json(path)
             known = content.get("known")
-            self._known = known if isinstance(known, dict) and content.get("sha256") == _digest(known) else {}
+            if isinstance(known, dict) and content.get("sha256") == _digest(known):
+                self._known = known
 
     def get(self, key: str) -> Any:
         """The value stored for `key`, or None."""
@@ -151,6 +152,7 @@ class Cache:
         entry = self._entries / key
         if self._touch(entry) and stamps_in(entry) == self._sound.get(key):
             return entry
+
         busy = RunError(
             f"Another process has been composing this for {_WAIT_S} seconds",
             "Check whether it hangs, and request it again",
@@ -190,7 +192,11 @@ class Cache:
         try:
             for folder in (self._building, self._locks):
                 for leftover in folder.iterdir():
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                    if leftover.is_dir():
+                        shutil.rmtree(leftover)
+                    else:
+                        leftover.unlink()
+
             entries = sorted(self._entries.iterdir(), key=lambda entry: entry.stat().st_mtime_ns, reverse=True)
             for entry in entries[keep:]:
                 # Rename it first, so that nobody sees a half-removed entry.

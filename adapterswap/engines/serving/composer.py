@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from adapterswap import __version__
 from adapterswap.core.experts.adapter import Adapter, open_adapter
@@ -79,15 +79,14 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: T
     missing = [module for module in adapter.modules if module not in shapes and module not in fused]
     if missing:
         moved = [Base.exchange(module, adapter.container, layer_container(shapes)) for module in missing]
-        renamed = all(module in shapes for module in moved)
+        fate, otherwise = "does not have", adapter.modules[missing[0]].misnamed or remedy
+        if all(module in shapes for module in moved):
+            fate = f"calls {and_more([*map(str, moved)], 1)}"
+            otherwise = "Write it under the base's names with `adapterswap convert` and `names=transformers5`"
         problems.add(
-            f"{name} adapts {and_more(missing, _SHOWN)}, which the base "
-            + (f"calls {and_more([*map(str, moved)], 1)}" if renamed else "does not have"),
-            "Write it under the base's names with `adapterswap convert` and `names=transformers5`"
-            if renamed
-            else adapter.modules[missing[0]].misnamed or remedy,
-            parameter="experts",
+            f"{name} adapts {and_more(missing, _SHOWN)}, which the base {fate}", otherwise, parameter="experts"
         )
+
     adapter_shapes = {module.name: module.shape for module in adapter.modules.values() if not module.parameter}
     compare_shapes(
         adapter_shapes, shapes, one=name, other="the base", remedy=remedy, problems=problems, parameter="experts"
@@ -105,7 +104,8 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
         name: the expert's name in messages.
         engine: the server's name in messages.
     """
-    if not copies_in(adapter.file) or not os.path.isdir(folder := expand(base_model)):
+    folder = expand(base_model)
+    if not copies_in(adapter.file) or not os.path.isdir(folder):
         return
     try:
         base = open_checkpoint(folder)
@@ -161,7 +161,9 @@ class NamedComposer:
         self._planned: dict[str, _Planned] = {}  # by requested name
         self._served: dict[str, set[str]] = {}  # compositions, and the names by which each was requested
         self._lock = threading.Lock()
-        self._allowed = None if manifest.allow is None else {self._rules(name) for name in manifest.allow}
+        self._allowed: set[str] | None = None
+        if manifest.allow is not None:
+            self._allowed = {self._rules(name) for name in manifest.allow}
 
     def folder(self, name: str, composed: Callable[[float], object] = lambda seconds: None) -> Path:
         """The folder of the adapter that `name` means.
@@ -234,10 +236,11 @@ class NamedComposer:
                 f"Ask for one of {', '.join(self.manifest.allow or ())}",
                 parameter="name",
             )
+
         experts = {expert: self.open(expert) for expert in composition.expert_names}
-        plan = make_plan(
-            composition.model_copy(update={"base_model": self.base_model}), experts, num_layers=self.num_layers
-        )
+        composition = composition.model_copy(update={"base_model": self.base_model})
+        plan = make_plan(composition, experts, num_layers=self.num_layers)
+
         problems = Problems()
         self.target.report(plan, problems, name=shown(name), parameter="name", most=self.max_lora_rank)
         problems.raise_if_any()
@@ -282,8 +285,14 @@ class NamedComposer:
 
     def other_bases(self, experts: Mapping[str, Adapter]) -> list[str]:
         """A remark for each expert whose config names another base than the served one."""
-        lowest = (name for name in experts if name not in self.manifest.stacked)
-        return [remark for name in lowest if (remark := other_base(experts[name], name, self.base_model)) is not None]
+        remarks: list[str] = []
+        for name, adapter in experts.items():
+            if name in self.manifest.stacked:  # on top of another adapter
+                continue
+            remark = other_base(adapter, name, self.base_model)
+            if remark is not None:
+                remarks.append(remark)
+        return remarks
 
     def key(self, plan: Plan) -> str:
         """The name of the plan's folder: a hash of the experts' content and everything else that determines the output.
@@ -362,12 +371,19 @@ def _fingerprint(plan: Plan) -> str:
     for module in plan:
         rule, weights = module.rule, module.weights
         assert rule is not None
+
         # Coefficients that depend on magnitudes or angles are divided by the sum of all weights later.
-        total = (math.fsum(weights.values()) or 1.0) if rule.combines_sides and rule.normalizes else 1.0
+        total = 1.0
+        if rule.combines_sides and rule.normalizes:
+            total = math.fsum(weights.values()) or 1.0
         terms = [(term.expert, term.side, term.coefficient / total) for term in module.terms]
-        sides = {side: weight / total for side, weight in weights.items()}
-        settings = [rule.method, rule.weights, sides, *([rule.parameters] if rule.parameters else [])]
-        modules[module.name] = [terms, settings if rule.combines_sides else None]
+
+        settings: list[Any] | None = None
+        if rule.combines_sides:
+            settings = [rule.method, rule.weights, {side: weight / total for side, weight in weights.items()}]
+            if rule.parameters:
+                settings.append(rule.parameters)
+        modules[module.name] = [terms, settings]
     content = {"modules": modules, "experts": list(plan.experts), "row_threshold": plan.composition.row_threshold}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -378,9 +394,11 @@ def for_any_engine(plan: Plan, form: Form) -> Prepared:
     If all modules have one rank and scale, as in a swap of experts that were trained alike, this is the exact layout,
     whose tensors are copied byte for byte. Otherwise it is the portable layout, which must be computed.
     """
-    reduced = form.max_rank is not None or form.max_error is not None  # which takes long, and leaves nothing to copy
+    layout: Literal["exact", "portable"] = "exact"
+    if form.max_rank is not None or form.max_error is not None:  # which takes long, and leaves nothing to copy
+        layout = "portable"
     with suppress(AdapterswapError):  # an alpha out of bounds, which "portable" avoids; other errors occur again
-        exact = prepare(plan, replace(form, layout="portable" if reduced else "exact"))
+        exact = prepare(plan, replace(form, layout=layout))
         if not exact.layout.config["rank_pattern"] and not exact.layout.config["alpha_pattern"]:
             return exact
     return prepare(plan, replace(form, layout="portable"))

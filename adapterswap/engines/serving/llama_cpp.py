@@ -157,6 +157,8 @@ class LlamaLaunch:
             raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
         if not 0 < own.port < 2**16:
             raise ArgumentError(f"--port {own.port} is not valid", "Pass a port from 1 to 65535", parameter="arguments")
+
+        # The base
         path = LlamaLaunch.find_base(gguf)
         check_base_file(path, composer.architecture, composer.num_layers)
         base_name = Source.of_base(composer.base_model).name
@@ -164,6 +166,8 @@ class LlamaLaunch:
             raise ArgumentError(
                 f"{base_name!r} is the name of both an expert and the base", "Rename the expert", parameter="experts"
             )
+
+        # Its server, behind this process
         inner = free_port()
         if not {"-t", "--threads"} & {argument.partition("=")[0] for argument in rest}:
             rest = [*_threads(), *rest]
@@ -187,7 +191,9 @@ def _threads() -> tuple[str, ...]:
     Its threads wait for each other actively, so one that shares its core with another program delays all of them.
     """
     cores = free_cores()
-    return () if cores is None else ("--threads", str(cores))
+    if cores is None:
+        return ()
+    return "--threads", str(cores)
 
 
 def _keys(file: str | None) -> tuple[str, ...]:
@@ -195,9 +201,10 @@ def _keys(file: str | None) -> tuple[str, ...]:
     keys = [key for key in os.environ.get(KEY, "").split(",") if key]
     if file is not None:
         content = read_small(expand(file), "Write one key per line", kind=ArgumentError)
-        keys += (found := [line for line in content.decode(errors="replace").splitlines() if line])
-        if not found:
+        in_file = [line for line in content.decode(errors="replace").splitlines() if line]
+        if not in_file:
             raise ArgumentError(f"{file} contains no key", "Write one key per line", parameter="arguments")
+        keys += in_file
     return tuple(keys)
 
 
@@ -212,6 +219,7 @@ def check_base_file(path: Path, architecture: str, num_layers: int) -> None:
         raise BaseModelError(
             f"{path} is not a complete GGUF file of a model: {reason_of(error)}", remedy, parameter="gguf"
         ) from None
+
     if (actual, layers) != (architecture, num_layers):
         raise BaseModelError(
             f"{path} is a {actual} model of {layers} layers, and the experts are for a {architecture} of {num_layers}",

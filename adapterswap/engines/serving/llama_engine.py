@@ -90,7 +90,9 @@ def find_program(llama_server: str | None) -> tuple[str, ...]:
                 f"{llama_server} is not an executable program", "Check the path", parameter="llama_server"
             )
         return (binary,)
-    if (binary := shutil.which("llama-server")) is not None:
+
+    binary = shutil.which("llama-server")
+    if binary is not None:
         return (binary,)
     if find_spec("xllamacpp") is not None:
         return (sys.executable, "-m", "adapterswap.engines.serving.llama_engine")
@@ -105,7 +107,8 @@ def engine_command(
     program: Sequence[str], base: str, adapters: Sequence[str], alias: str, port: int, arguments: Sequence[str]
 ) -> list[str]:
     """The command line of a server that loads a base and adapters with scale 0, until a request scales them."""
-    if unusable := next((path for path in adapters if ":" in path), None):
+    unusable = next((path for path in adapters if ":" in path), None)
+    if unusable:
         raise ArgumentError(
             f"The path {unusable} has a colon, which llama.cpp reads as the start of a scale",
             "Choose another folder for `cache`",
@@ -174,9 +177,12 @@ def _wait(process: subprocess.Popen[bytes], options: dict[str, Any]) -> None:
                 if client.get("/health").is_success:
                     break
             time.sleep(0.05)
+
+        reason = None
         try:
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, "temperature": 0})
-            reason = None if answer.is_success else f"{answer.status_code}: {answer.text}"
+            if not answer.is_success:
+                reason = f"{answer.status_code}: {answer.text}"
         except httpx.HTTPError as error:
             reason = reason_of(error)
     if reason is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
 
 import httpx
@@ -95,7 +95,9 @@ class Proxy:
 
     async def _health(self, request: Request) -> Response:
         alive = self._engine.process.poll() is None and (await self._client.get("/health")).is_success
-        return JSONResponse({"status": "ok" if alive else "llama.cpp does not answer"}, 200 if alive else 503)
+        if not alive:
+            return JSONResponse({"status": "llama.cpp does not answer"}, 503)
+        return JSONResponse({"status": "ok"}, 200)
 
     async def _answer(self, request: Request) -> Response:
         self._check_key(request)
@@ -103,6 +105,8 @@ class Proxy:
             raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
         model, body = await run_in_threadpool(self._translated, request.scope["path"], await self._body(request))
         request.scope[MODEL] = model
+
+        # Whichever comes first: the answer, or the client's leave
         asking = asyncio.create_task(self._ask(request.scope["path"], body, model))
         leaving = asyncio.create_task(_left(request))
         try:
@@ -159,10 +163,13 @@ class Proxy:
             raise FieldError(*NO_MODEL, parameter="model")
         if "lora" in content:
             raise FieldError("`lora` is set from the name of the model", "Leave it out", parameter="lora")
-        try:
-            scales = {} if model == self._base_name else self._composer.scales(model)
-        except AdapterswapError as error:
-            raise error.recast(parameter="model") from None
+        scales: Mapping[int, float] = {}
+        if model != self._base_name:
+            try:
+                scales = self._composer.scales(model)
+            except AdapterswapError as error:
+                raise error.recast(parameter="model") from None
+
         # Name all of them: llama.cpp gives the others the scale with which they were loaded.
         lora = [{"id": place, "scale": scales.get(place, 0.0)} for place in range(len(self._composer.pieces))]
         # llama.cpp reuses the keys and values of earlier prompts for requests with other scales: of 195 answers to 32
@@ -187,11 +194,14 @@ async def _left(request: Request) -> None:
 
 async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        missing = f"There is no such path here. Send requests to {' or '.join(_PATHS)}."
-        message = missing if error.status_code == 404 else error.detail
+        message = error.detail
+        if error.status_code == 404:
+            message = f"There is no such path here. Send requests to {' or '.join(_PATHS)}."
         return refusal(error.status_code, message, headers=error.headers)
+    if isinstance(error, UnknownNameError):
+        return refusal(404, str(error), error.parameter)
     if isinstance(error, AdapterswapError):
-        return refusal(404 if isinstance(error, UnknownNameError) else 400, str(error), error.parameter)
+        return refusal(400, str(error), error.parameter)
     if isinstance(error, httpx.HTTPError):
         return refusal(503, "llama.cpp does not answer. Try again later.", headers={"retry-after": "5"})
     return refusal(500, "An unexpected error occurred.")

@@ -61,7 +61,8 @@ def passed_on(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
         problems.add(f"{shown(name)} is not a parameter that is passed on", remedy, parameter=name)
     _check_messages(content.get("messages"), problems)
     for name, grammar in _grammars(content):
-        if (reason := _excess(grammar)) is not None:
+        reason = _excess(grammar)
+        if reason is not None:
             problems.add(f"`{name}` {reason}", _SIMPLER, parameter=name)
     problems.raise_if_any()
     return {name: value for name, value in content.items() if name in known}
@@ -69,9 +70,12 @@ def passed_on(path: str, content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_messages(messages: Any, problems: Problems) -> None:
     """Refuse parts of messages that name images, sound or files, which llama.cpp would fetch or open."""
-    for message in messages if isinstance(messages, list) else ():
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
+    if not isinstance(messages, list):
+        return
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+            continue
+        for part in message["content"]:
             kind = part.get("type") if isinstance(part, dict) else part
             if kind != "text":
                 problems.add(
@@ -91,17 +95,28 @@ def _grammars(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _excess(grammar: Any) -> str | None:
     """Why a grammar or a schema is not passed on; None if it is."""
     is_text = isinstance(grammar, str)
-    length, most = len(grammar if is_text else json.dumps(grammar)), _MOST_GRAMMAR if is_text else _MOST_SCHEMA
+    if is_text:
+        length, most = len(grammar), _MOST_GRAMMAR
+    else:
+        length, most = len(json.dumps(grammar)), _MOST_SCHEMA
     if length > most:
         return f"has {length:,} characters; at most {most:,} are passed on"
+
     repeats = sum(_counts_in(grammar))
     for part in _texts_in(grammar):
-        if _depth(_BRACKETS.findall(part) if is_text else part) > _MOST_DEPTH:
+        symbols: Iterable[str] = part
+        if is_text:
+            symbols = _BRACKETS.findall(part)
+        if _depth(symbols) > _MOST_DEPTH:
             return f"nests more than {_MOST_DEPTH} brackets"
-        repeats += sum(int(number[:9]) for match in _REPEATS.findall(part) for number in match if number)
+        for bounds in _REPEATS.findall(part):
+            repeats += sum(int(bound[:9]) for bound in bounds if bound)
+
     if any(not reference.startswith("#") for reference in _references_in(grammar)):
         return "refers to a schema elsewhere"
-    return f"repeats {repeats:,} times; at most {_MOST_REPEATS:,} are passed on" if repeats > _MOST_REPEATS else None
+    if repeats > _MOST_REPEATS:
+        return f"repeats {repeats:,} times; at most {_MOST_REPEATS:,} are passed on"
+    return None
 
 
 def _depth(symbols: Iterable[str]) -> int:
@@ -113,11 +128,20 @@ def _depth(symbols: Iterable[str]) -> int:
     return deepest
 
 
+def _items(value: Any) -> Iterable[Any]:
+    """What a JSON value holds."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list):
+        return value
+    return ()
+
+
 def _texts_in(value: Any) -> Iterator[str]:
     """All texts in a schema: its regexes are among them."""
     if isinstance(value, str):
         yield value
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for item in _items(value):
         yield from _texts_in(item)
 
 
@@ -125,7 +149,7 @@ def _references_in(value: Any) -> Iterator[str]:
     """What a schema refers to by `$ref`."""
     if isinstance(value, dict) and isinstance(value.get("$ref"), str):
         yield value["$ref"]
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for item in _items(value):
         yield from _references_in(item)
 
 
@@ -133,5 +157,5 @@ def _counts_in(value: Any) -> Iterator[int]:
     """The bounds of repetitions in a schema, each of which llama.cpp writes out."""
     if isinstance(value, dict):
         yield from (int(min(value[key], 10**9)) for key in _COUNTS if isinstance(value.get(key), int | float))
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for item in _items(value):
         yield from _counts_in(item)

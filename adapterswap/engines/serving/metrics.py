@@ -85,7 +85,10 @@ class Measured:
                 await refusal(503, ENDING, headers={"retry-after": "5"})(scope, receive, noted)
         finally:
             seconds, name = time.perf_counter() - began, str(scope.get(MODEL, ""))
-            self.add(name if status < 400 or status == _LEFT else "", status, seconds)
+            if status < 400 or status == _LEFT:
+                self.add(name, status, seconds)
+            else:
+                self.add("", status, seconds)
             line = f"access: {scope['method']} {scope['path']} {name or '-'} {status} {seconds:.3f} s"
             print(printable(line), file=sys.stderr, flush=True)
 
@@ -114,7 +117,10 @@ class Measured:
             self._look_at_engine()
 
     def _look_at_engine(self) -> None:
-        if self._engine is not None and (now := self._engine()) is not self._process:
+        if self._engine is None:
+            return
+        now = self._engine()
+        if now is not self._process:
             self._process, self._restarts = now, self._restarts + 1
 
     def text(self) -> str:
@@ -128,6 +134,7 @@ class Measured:
         yield from _head("adapterswap_requests_total", "counter", "Requests by model and status.")
         for (name, status), count in sorted(self._requests.items()):
             yield f'adapterswap_requests_total{{model="{_escaped(name)}",status="{status}"}} {count}'
+
         yield from _head("adapterswap_request_seconds", "histogram", "Seconds until the end of an answer.")
         total = 0
         for bound, count in zip((*_BOUNDS_S, "+Inf"), self._buckets, strict=True):
@@ -135,6 +142,7 @@ class Measured:
             yield f'adapterswap_request_seconds_bucket{{le="{bound}"}} {total}'
         yield f"adapterswap_request_seconds_sum {self._seconds:.6f}"
         yield f"adapterswap_request_seconds_count {total}"
+
         for name, value in gauges.items():
             yield from _head(name, "gauge", _HELP[name])
             yield f"{name} {value:.16g}"
@@ -149,7 +157,8 @@ def folder_sizes(folder: Path) -> tuple[int, int]:
     """The number of folders in a folder, and the bytes of all files in them, without what vanishes meanwhile."""
     count = size = 0
     for place, folders, files in os.walk(folder):
-        count += len(folders) if place == str(folder) else 0
+        if place == str(folder):
+            count += len(folders)
         for name in files:
             try:
                 size += os.stat(os.path.join(place, name)).st_size

@@ -18,8 +18,8 @@ from pydantic import Field, PrivateAttr
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.names import ExpertName
-from adapterswap.core.planning.places import Place, Places
 from adapterswap.core.planning.rules import BASE, Rule
+from adapterswap.engines.serving.places import Place, Places
 from adapterswap.kit.errors import (
     AdapterswapError,
     ArgumentError,
@@ -51,7 +51,11 @@ def composition_of(
     """
     if name in experts:
         return _chained(Composition(allocation=(Rule(expert=name),)), chains or {})
-    listed = ", ".join(sorted(experts)[:_SHOWN]) + (", …" if len(experts) > _SHOWN else "")
+
+    # What is neither an expert nor a composition of some
+    listed = ", ".join(sorted(experts)[:_SHOWN])
+    if len(experts) > _SHOWN:
+        listed += ", …"
     remedy = f"The experts here are: {listed or 'none'}. Request one of them, or TASK+LANGUAGE"
     if "+" not in name and "@" not in name:
         raise UnknownNameError(f"There is no expert {shown(name)}", remedy, parameter="name")
@@ -59,6 +63,7 @@ def composition_of(
         raise CompositionError(
             f"The name {shown(name)} is longer than {_LONGEST} characters", "Use a shorter one", parameter="name"
         )
+
     composition = parse_composition(name)
     unknown = [expert for expert in composition.expert_names if expert not in experts]
     if unknown:
@@ -70,7 +75,9 @@ def composition_of(
 
 def _chained(composition: Composition, chains: Mapping[str, tuple[str, ...]]) -> Composition:
     used = {name: chains[name] for name in composition.expert_names if name in chains}
-    return composition.model_copy(update={"chains": used}) if used else composition
+    if not used:
+        return composition
+    return composition.model_copy(update={"chains": used})
 
 
 DEFAULT_LIMIT = 256
@@ -121,7 +128,10 @@ class Manifest(StrictModel):
     @property
     def stacked(self) -> frozenset[str]:
         """The adapters that were trained on top of another one, in a chain."""
-        return frozenset(name for parts in self.chains.values() for name in parts[1:])
+        stacked: set[str] = set()
+        for parts in self.chains.values():
+            stacked.update(parts[1:])
+        return frozenset(stacked)
 
     @property
     def engine_args(self) -> tuple[str, ...]:
@@ -140,7 +150,9 @@ class Manifest(StrictModel):
     @property
     def names(self) -> tuple[str, ...]:
         """The names that a server lists: those in `allow` or, without it, the experts."""
-        return self.allow if self.allow is not None else tuple(self.experts)
+        if self.allow is not None:
+            return self.allow
+        return tuple(self.experts)
 
     @staticmethod
     def read(path: str | Path) -> Manifest:
@@ -225,6 +237,7 @@ def _from_folder(path: Path) -> Manifest:
             "Pass the folder that holds the experts' folders",
             parameter="path",
         )
+
     skipped = [name for name in experts if {"+", "@"} & {*name}]
     manifest = Manifest(experts={name: place for name, place in experts.items() if name not in skipped})
     manifest._skipped = tuple(skipped)
@@ -236,7 +249,9 @@ def _from_file(path: Path) -> Manifest:
     folder = path.absolute().parent
 
     def resolve(reference: str) -> str:
-        return str(folder / reference) if os.path.isdir(folder / reference) else reference
+        if os.path.isdir(folder / reference):
+            return str(folder / reference)
+        return reference
 
     update: dict[str, Any] = {"experts": Places(manifest.experts).placed(resolve)}
     if manifest.base_model is not None:

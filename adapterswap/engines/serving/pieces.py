@@ -125,15 +125,14 @@ class PieceComposer(NamedComposer):
         for place, piece in enumerate(self.pieces):
             if piece.expert not in plan.experts:
                 continue
-            adapter = self._opened[piece.expert]
-            values = {
-                coefficients.get((piece.expert, module.name), 0.0)
-                for module in adapter.modules.values()
-                if piece.holds(module)
-            }
+            values: set[float] = set()
+            for module in self._opened[piece.expert].modules.values():
+                if piece.holds(module):
+                    values.add(coefficients.get((piece.expert, module.name), 0.0))
             if len(values) > 1:
                 split.add(piece.layer)
             scales[place] = values.pop()
+
         if split:
             layers = format_layers(layer for layer in split if layer is not None)
             raise UnsupportedError(

@@ -126,7 +126,9 @@ class Launch:
         cache_bytes = Launch.cpu_cache_bytes()
         if cache_bytes is not None and not any(value_of(one, vllm_args) for one in _CACHE_SIZES):
             arguments["--kv-cache-memory-bytes"] = cache_bytes
-        chosen = [text for name, value in arguments.items() for text in (name, str(value))]
+        chosen: list[str] = []
+        for name, value in arguments.items():
+            chosen += (name, str(value))
         chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
         command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)
         host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
@@ -141,12 +143,17 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
     if composer.manifest.allow is not None:
         needed = max(composer.plan(name).largest_rank for name in composer.manifest.allow)
     else:
-        ranks = sorted(
-            sum(max(module.rank for module in experts[part].modules.values()) for part in chains.get(name, (name,)))
-            for name in composer.manifest.experts
-        )
+        rank_of: dict[str, int] = {}
+        for name, adapter in experts.items():
+            rank_of[name] = max(module.rank for module in adapter.modules.values())
+        ranks: list[int] = []
+        for name in composer.manifest.experts:
+            ranks.append(sum(rank_of[part] for part in chains.get(name, (name,))))
+        ranks.sort()
         alone, needed = ranks[-1], sum(ranks[-2:])
-        needed = needed if needed <= RANKS[-1] else max(alone, RANKS[-1])  # all swaps fit, if not all blends
+        if needed > RANKS[-1]:  # all swaps fit, if not all blends
+            needed = max(alone, RANKS[-1])
+
     fitting = next((rank for rank in RANKS if rank >= needed), None)
     if fitting is None:
         raise UnsupportedError(
@@ -162,14 +169,18 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
     value = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         if _canonical(argument) == option:
-            value = argument.partition("=")[2] if "=" in argument else following
+            value = following
+            if "=" in argument:
+                value = argument.partition("=")[2]
     return value
 
 
 def _canonical(argument: str) -> str:
     """An option's name with dashes: vLLM reads `--max_loras` as `--max-loras`."""
     name = argument.partition("=")[0]
-    return name.replace("_", "-") if name.startswith("--") else argument
+    if not name.startswith("--"):
+        return argument
+    return name.replace("_", "-")
 
 
 def _whole_number(option: str, arguments: Sequence[str]) -> int | None:
@@ -187,7 +198,9 @@ def _model(base_model: str) -> tuple[str, tuple[str, ...]]:
     if os.path.isdir(folder):
         return str(folder), ()
     model, _, revision = base_model.partition("@")
-    return model, ("--revision", revision) if revision else ()
+    if not revision:
+        return model, ()
+    return model, ("--revision", revision)
 
 
 def _program(model: str) -> tuple[str, ...]:

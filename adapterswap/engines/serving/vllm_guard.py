@@ -65,8 +65,9 @@ class ManifestOnly:
                 await refusal(400, f"{'. '.join(NO_MODEL)}.", "model")(scope, receive, send)
             else:
                 scope[MODEL] = _named(body)
-                unloads = "unload_lora_adapter" in scope["path"].split("/")
-                await self._app(scope, _replay(body, receive), _unloading(body, send) if unloads else send)
+                if "unload_lora_adapter" in scope["path"].split("/"):
+                    send = _unloading(body, send)
+                await self._app(scope, _replay(body, receive), send)
         else:
             await self._app(scope, receive, send)
 
@@ -77,7 +78,9 @@ class ManifestOnly:
             self._paths = (_paths_with_model(app.openapi() if app is not None else {}), app)
         path = "/" + "/".join(part for part in scope["path"].split("/") if part)
         declared = [has_model for suffix, has_model in self._paths[0].items() if path.endswith(suffix)]
-        return any(declared) if declared else None
+        if not declared:
+            return None
+        return any(declared)
 
 
 def _checked(app: Any, send: Send) -> Send:
@@ -150,7 +153,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        return waiting.pop() if waiting else await receive()
+        if waiting:
+            return waiting.pop()
+        return await receive()
 
     return replayed
 
@@ -172,8 +177,8 @@ def _named(body: bytes) -> str:
     """The model that a request names; empty if there is none."""
     with suppress(ValueError, RecursionError):
         content = json.loads(body)
-        name = content.get("model") if isinstance(content, dict) else None
-        return name if isinstance(name, str) else ""
+        if isinstance(content, dict) and isinstance(content.get("model"), str):
+            return str(content["model"])
     return ""
 
 

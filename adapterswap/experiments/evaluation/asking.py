@@ -87,8 +87,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class AskSettings:
-    """How prompts are rendered and answered; see `ask`."""
+    """Who answers, and how prompts are rendered and answered; see `ask`."""
 
+    only: Sequence[str] | None = None
+    max_rank: int | None = None
+    max_error: float | None = None
+    chat_template_from: str | None = None
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -101,6 +105,12 @@ class AskSettings:
     def sampling(self) -> dict[str, float]:
         """What transformers gets for sampling; empty for greedy answers."""
         return {"temperature": self.temperature, "top_p": self.top_p} if self.temperature else {}
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The bounds of a composition that is reduced; empty if it is not."""
+        bounds = {"max_rank": self.max_rank, "max_error": self.max_error}
+        return {name: value for name, value in bounds.items() if value is not None}
 
     def check(self, tokenizer: Any) -> None:
         """Raise an `ArgumentError` with all settings that are out of range, or that this tokenizer cannot follow."""
@@ -151,8 +161,7 @@ class Panel:
         plan: the composition, if there is one.
         composition: the name of the composition among the subjects.
         companions: whose tokenizer and chat template prompts have.
-        settings: how prompts are rendered and answered.
-        bounds: `max_rank` and `max_error` of a composition that is reduced.
+        settings: who answers, and how prompts are rendered and answered.
     """
 
     base: OpenedBase
@@ -162,19 +171,14 @@ class Panel:
     composition: str
     companions: CompanionPlan
     settings: AskSettings
-    bounds: Mapping[str, Any]
 
     @staticmethod
     def prepare(
         composition: Plan | Adapter | str | Path | None,
+        settings: AskSettings,
         *,
         base_model: str | Path | None = None,
         experts: Mapping[str, Adapter | str | Path] | None = None,
-        only: Sequence[str] | None = None,
-        chat_template_from: str | None = None,
-        max_rank: int | None = None,
-        max_error: float | None = None,
-        **settings: Any,
     ) -> Panel:
         """Open and check all that `ask` needs, except the weights; the arguments and errors are those of `ask`."""
         check_type(
@@ -183,12 +187,9 @@ class Panel:
             "composition",
             "Pass a plan, an adapter, its folder or Hub id, or None for the base",
         )
-        chosen = AskSettings(**settings)
         plan, adapters = _opened(composition, experts or {})
-        bounds = {"max_rank": max_rank, "max_error": max_error}
-        bounds = {name: value for name, value in bounds.items() if value is not None}
-        if bounds and plan is None:
-            name = next(iter(bounds))
+        if settings.bounds and plan is None:
+            name = next(iter(settings.bounds))
             raise ArgumentError(f"`{name}` can only be used with a composition", "Leave it out", parameter=name)
 
         # The base: the one that was passed, or that the composition or the first adapter names.
@@ -211,21 +212,21 @@ class Panel:
             base.source.folder,
             rows=getattr(base.config.get_text_config(), "vocab_size", None),
             tokenizer=None if plan is None else plan.composition.tokenizer,
-            template=chat_template_from,
+            template=settings.chat_template_from,
         )
         base = base.with_companions(companions)
-        chosen.check(base.tokenizer)
+        settings.check(base.tokenizer)
 
         name = _COMPOSITION
         while name in adapters:
             name += "_"
         known = [BASE, *adapters, *([name] if plan is not None else [])]
-        if only is None:
+        if settings.only is None:
             # A slice says nothing on its own: it lacks the layers that were cut away.
             asked = [one for one in known if one not in adapters or adapters[one].kept_layers is None]
         else:
-            asked = _chosen(only, known)
-        return Panel(base, tuple(asked), adapters, plan, name, companions, chosen, bounds)
+            asked = _chosen(settings.only, known)
+        return Panel(base, tuple(asked), adapters, plan, name, companions, settings)
 
     @contextmanager
     def seated(self, *, device: str = "auto", dtype: str = "auto") -> Iterator[Seated]:
@@ -240,9 +241,9 @@ class Panel:
         needed = {name: adapter for name, adapter in self.adapters.items() if name in self.subjects}
         with ExitStack() as stack:
             answering: dict[str, Any] = {name: name for name in needed}
-            if plan is not None and (self.bounds or why_not_live(plan) is not None):
+            if plan is not None and (self.settings.bounds or why_not_live(plan) is not None):
                 folder = stack.enter_context(scratch_folder("ask")) / "composed"
-                needed[self.composition] = open_adapter(write_adapter(plan, folder, **self.bounds))
+                needed[self.composition] = open_adapter(write_adapter(plan, folder, **self.settings.bounds))
                 answering[self.composition] = self.composition
             elif plan is not None:
                 needed |= plan.adapters
@@ -515,14 +516,11 @@ def ask(
         RunError: the device runs out of memory.
         AdapterswapError: a plan of full weights; see also `write_adapter` for a composition with a bound on its rank.
     """
-    panel = Panel.prepare(
-        composition,
-        base_model=base_model,
-        experts=experts,
+    settings = AskSettings(
         only=only,
-        chat_template_from=chat_template_from,
         max_rank=max_rank,
         max_error=max_error,
+        chat_template_from=chat_template_from,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
@@ -531,6 +529,7 @@ def ask(
         system_instruction=system_instruction,
         enable_thinking=enable_thinking,
     )
+    panel = Panel.prepare(composition, settings, base_model=base_model, experts=experts)
     asked = [prompts] if isinstance(prompts, str) else list(prompts)
     with panel.seated(device=device, dtype=dtype) as seated:
         return [seated.reply(prompt) for prompt in asked]

@@ -205,7 +205,7 @@ def preview(
     return previews
 
 
-def evaluate(
+def evaluate_model(
     model: Any,
     tokenizer: Any,
     tasks: Sequence[str] | LoadedTasks,
@@ -346,7 +346,7 @@ def harness(tasks: Mapping[str, Any], settings: Settings) -> Iterator[None]:
 def run_harness(
     model: EvaluatedModel, loaded: LoadedTasks, settings: Settings, documents: Mapping[str, Collection[int]] | None
 ) -> Mapping[str, Any]:
-    """The harness's results; for `documents` see `evaluate`."""
+    """The harness's results; for `documents` see `evaluate_model`."""
     from lm_eval import evaluator
 
     # The harness numbers the documents in the given order, and takes an empty list for all.

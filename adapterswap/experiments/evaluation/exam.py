@@ -18,7 +18,7 @@ from adapterswap.experiments.evaluation.evaluator import (
     TaskPreview,
     as_result,
     check_scorable,
-    evaluate,
+    evaluate_model,
     harness,
     preview,
     run_harness,
@@ -40,7 +40,7 @@ class Exam:
 
     Attributes:
         base: its config and tokenizer.
-        tasks, settings, documents: see `evaluator.evaluate`.
+        tasks, settings, documents: see `evaluate_model`.
     """
 
     base: OpenedBase
@@ -67,8 +67,8 @@ class Exam:
         processes: Processes | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> EvaluationResult:
-        """The scores of a model in memory; see `evaluator.evaluate`."""
-        return evaluate(
+        """The scores of a model in memory; see `evaluate_model`."""
+        return evaluate_model(
             model,
             self.base.tokenizer,
             self.tasks,
@@ -80,7 +80,7 @@ class Exam:
 
     @cached_property
     def requests(self) -> tuple[Request, ...]:
-        """What the tasks ask a model, equal requests once; raises the errors of `evaluator.evaluate`."""
+        """What the tasks ask a model, equal requests once; raises the errors of `evaluate_model`."""
         from adapterswap.experiments.evaluation.paper import AllAsked
 
         with self._on_paper() as (model, loaded), suppress(AllAsked):

@@ -352,7 +352,7 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a base, an adapter on it or a composition on it with lm-evaluation-harness.
 
-    For a model in memory see `adapterswap.experiments.evaluation.evaluate`.
+    For a model in memory see `adapterswap.experiments.evaluation.evaluate_model`.
 
     Args:
         base_model: the base: a folder or Hub id.
@@ -385,7 +385,7 @@ def evaluate(
             written.
         DependencyError: the `eval` extra is not installed, or vLLM for `engine="vllm"`.
         RunError: vLLM does not start, or fails.
-        AdapterswapError: a plan of full weights; see also `Subject.loaded` and `evaluation.evaluate`.
+        AdapterswapError: a plan of full weights; see also `Subject.loaded` and `evaluation.evaluate_model`.
     """
     settings = Settings(
         num_fewshot=num_fewshot, limit=limit, batch_size=batch_size, max_gen_toks=max_gen_toks, max_length=max_length,

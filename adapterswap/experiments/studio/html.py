@@ -21,7 +21,7 @@ from adapterswap.experiments.studio.workspace import Scores, Workspace, alone
 from adapterswap.kit.errors import AdapterswapError, printable
 
 if TYPE_CHECKING:
-    from adapterswap.engines.live.batch import Answers
+    from adapterswap.engines.live.streaming import Answers
 
 
 _REMARKS = 4

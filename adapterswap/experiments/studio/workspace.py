@@ -39,8 +39,8 @@ from adapterswap.kit.errors import AdapterswapError, ArgumentError, UnsupportedE
 from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
-    from adapterswap.engines.live.batch import Answers
     from adapterswap.engines.live.catalogue import Composable
+    from adapterswap.engines.live.streaming import Answers
 
 
 Scores = dict[str, tuple[int, int]]

@@ -19,8 +19,6 @@ from adapterswap.core import (
     Checkpoint,
     Depth,
     OpenedBase,
-    Place,
-    Places,
     Plan,
     Target,
     open_checkpoint,
@@ -28,6 +26,7 @@ from adapterswap.core import (
 )
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.planning.targets import clash
+from adapterswap.engines.serving.places import Place, Places
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.tasks import LoadedTasks

@@ -18,8 +18,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from adapterswap.core import BASE, Place, Places, Rule, check_names
+from adapterswap.core import BASE, Rule, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
+from adapterswap.engines.serving.places import Place, Places
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.settings import EvaluationOptions
 from adapterswap.experiments.permitted import check_settings

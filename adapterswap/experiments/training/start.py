@@ -22,7 +22,6 @@ from adapterswap.core import (
     check_base_weights,
     compose,
     open_adapter,
-    read_composition,
     write_adapter,
 )
 from adapterswap.core.companions.companions import CompanionPlan
@@ -32,6 +31,7 @@ from adapterswap.experiments.training.recipe import ChainStart
 from adapterswap.experiments.training.targets import MERGE_INSTEAD, TrainingTargets
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems, UnsupportedError
 from adapterswap.kit.files.hashes import sha256_of
+from adapterswap.tools.recipes import read_composition
 
 
 @dataclass(frozen=True)

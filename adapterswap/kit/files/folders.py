@@ -202,7 +202,7 @@ class OutputKind:
                     self.check(target, overwrite=True, inputs=inputs)  # again: this may have taken hours
                 _publish(building, place, target, overwrite=overwrite)
             finally:
-                _remove_folder(building)
+                locks.remove(building)
 
     def check(
         self,
@@ -471,7 +471,7 @@ def replacing(path: Path, building: Path) -> Iterator[Path]:
         building.replace(path)
         _sync_name(path)
     finally:
-        locks.remove_file(building)
+        locks.remove(building)
 
 
 def _exists(target: Path) -> OutputError:
@@ -562,19 +562,13 @@ def _publish(building: Path, place: Path, target: Path, *, overwrite: bool) -> N
     if retired is not None:
         try:
             # A folder that is half removed must not look like one that was moved aside.
-            _remove_folder(retired.rename(building))
+            locks.remove(retired.rename(building))
         except OSError as error:
             raise _AfterwardsError(
                 error,
                 f"the folder that it replaced could not be removed from {retired}",
                 "Remove it; the next command that writes there does so, too",
             ) from error
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove a folder of our own. A second attempt follows an error: network file systems fail now and then."""
-    for _ in range(2):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

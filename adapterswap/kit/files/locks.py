@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,7 @@ def locked(path: Path, busy: AdapterswapError, *, wait_s: float = 0) -> Iterator
         # Removed while it is held, so a rival that has opened it notices that it is gone. Windows removes no file that
         # is open: there, an empty lock file stays.
         if not _WINDOWS and marker == path:
-            remove_file(marker)
+            remove(marker)
 
         # What was written stands by now, and a lock that cannot be released ends with the process.
         with suppress(OSError):
@@ -66,12 +67,18 @@ def marker_of(path: Path) -> Path:
     return path.with_name(f"{path.name.removesuffix('.lock')}.soft.lock")
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file if it exists. A second attempt follows an error: network file systems fail now and then."""
+def remove(path: Path) -> None:
+    """Remove a file or a folder of our own, if it exists; of a folder, as much as can be removed.
+
+    A second attempt follows an error: network file systems fail now and then.
+    """
     for _ in range(2):
         with suppress(OSError):
-            path.unlink(missing_ok=True)
-            return
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+                return
 
 
 def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFileLock, Path]:
@@ -94,7 +101,7 @@ def _acquired(path: Path, busy: AdapterswapError, wait_s: float) -> tuple[BaseFi
     except OSError as error:
         # The failed attempt leaves an empty file. One that was there before may be a rival's.
         if not existed:
-            remove_file(path)
+            remove(path)
         if error.errno not in HAS_NO_LOCKS:
             raise
 

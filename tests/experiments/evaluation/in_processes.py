@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from adapterswap.cli import main as command
 from adapterswap.engines.live import Reading
-from adapterswap.experiments.evaluation import Settings, evaluate, write_result
+from adapterswap.experiments.evaluation import Settings, evaluate_model, write_result
 from adapterswap.experiments.evaluation.harness import EvaluatedModel
 from adapterswap.kit.errors import RunError
 from adapterswap.kit.processes import Processes
@@ -34,7 +34,7 @@ def judge(folder: Path, out: Path, processes: Processes | None = None) -> dict[s
         calls: list[int] = []
         progress: list[tuple[int, int]] = []
         model.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        result = evaluate(
+        result = evaluate_model(
             model,
             AutoTokenizer.from_pretrained(folder / "model"),
             case["tasks"],

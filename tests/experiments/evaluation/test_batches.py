@@ -14,7 +14,7 @@ from refusals import refused
 from tolerances import near
 from transformers import AutoModelForCausalLM
 
-from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate_model
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.kit.errors import ArgumentError, BaseModelError, RunError
 
@@ -101,7 +101,7 @@ def likelihood(model: Any, ids: list[int], continuation: list[int]) -> float:
 @pytest.mark.parametrize("name", ["RWKV", "Llama", "LongRoPE", "dynamic", "MiniMax", "Mamba"])
 def test_answers_do_not_depend_on_the_batch(name: str, tasks: Path) -> None:
     model, tokenizer = model_of(CONFIGS[name]), byte_tokenizer()
-    result = evaluate(model, tokenizer, ["pico_write", "pico_choose"], Settings(include_path=tasks, batch_size=8))
+    result = evaluate_model(model, tokenizer, ["pico_write", "pico_choose"], Settings(include_path=tasks, batch_size=8))
 
     for sample in result.samples:
         ids = tokenizer(sample.doc["q"])["input_ids"]
@@ -118,7 +118,7 @@ def test_answers_do_not_depend_on_the_batch(name: str, tasks: Path) -> None:
 def test_an_encoder_scores_no_texts(tasks: Path) -> None:
     model = model_of(transformers.BertConfig(**SIZES))
     with refused(BaseModelError, "base_model"):
-        evaluate(model, byte_tokenizer(), ["pico_choose"], Settings(include_path=tasks))
+        evaluate_model(model, byte_tokenizer(), ["pico_choose"], Settings(include_path=tasks))
 
 
 LIMITED: dict[str, tuple[Any, int]] = {
@@ -158,7 +158,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_it_is_asked(name: str, tas
     parameter = "max_gen_toks" if task == "pico_write" else "num_fewshot"
 
     with refused(ArgumentError, parameter, match=f"{longest} tokens"):
-        evaluate(model, byte_tokenizer(), [task], Settings(include_path=tasks))
+        evaluate_model(model, byte_tokenizer(), [task], Settings(include_path=tasks))
     assert max(width for _, width in asked) <= 24 if asked else True
 
 
@@ -166,13 +166,15 @@ def test_a_recurrent_model_reads_any_length(tasks: Path) -> None:
     model, tokenizer = model_of(CONFIGS["RWKV"]), byte_tokenizer()
     (row,) = preview(tokenizer, model.config, ["pico_write"], Settings(include_path=tasks))
     assert row.room is None
-    result = evaluate(model, tokenizer, ["pico_write"], Settings(include_path=tasks, system_instruction="x" * 3000))
+    result = evaluate_model(
+        model, tokenizer, ["pico_write"], Settings(include_path=tasks, system_instruction="x" * 3000)
+    )
     assert len(result.samples[0].prompt) > 3000
 
 
 def evaluated(tasks: Path) -> Callable[..., EvaluationResult]:
     def run(model: Any, task: str = "pico_write", **options: Any) -> EvaluationResult:
-        return evaluate(model, byte_tokenizer(), [task], Settings(include_path=tasks, **options))
+        return evaluate_model(model, byte_tokenizer(), [task], Settings(include_path=tasks, **options))
 
     return run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.kit.errors import DataError
@@ -72,13 +72,13 @@ def test_documents_that_cannot_be_scored_are_refused(
     settings = write(tmp_path / "tasks", task, rows)
     for ask in (
         lambda: preview(tokenizer, model.config, ["pico"], settings),
-        lambda: evaluate(model, tokenizer, ["pico"], settings),
+        lambda: evaluate_model(model, tokenizer, ["pico"], settings),
         lambda: Exam.load(["pico"], settings, _Base(model, tokenizer)),  # type: ignore[arg-type]
     ):
         with refused(DataError, "tasks", match=f"{match}.* in document 1"):
             ask()
     first = Settings(include_path=settings.include_path, limit=1)
-    assert evaluate(model, tokenizer, ["pico"], first).tasks["pico"].num_docs == 1
+    assert evaluate_model(model, tokenizer, ["pico"], first).tasks["pico"].num_docs == 1
 
 
 class _Base:
@@ -100,7 +100,9 @@ class _Base:
 )
 def test_unusual_documents_are_scored(byte_model: Model, tmp_path: Path, row: dict[str, Any]) -> None:
     model, tokenizer = byte_model
-    (score,) = evaluate(model, tokenizer, ["pico"], write(tmp_path / "tasks", CHOICES, [row])).tasks["pico"].scores
+    (score,) = (
+        evaluate_model(model, tokenizer, ["pico"], write(tmp_path / "tasks", CHOICES, [row])).tasks["pico"].scores
+    )
     assert score.value in (0, 1)
 
 
@@ -116,7 +118,7 @@ def test_an_empty_prompt_of_a_generated_answer(byte_model: Model, tmp_path: Path
     settings = write(tmp_path / "tasks", WRITTEN_TASK, [WRITTEN, {**WRITTEN, "q": ""}])
     for ask in (
         lambda: preview(tokenizer, model.config, ["pico"], settings),
-        lambda: evaluate(model, tokenizer, ["pico"], settings),
+        lambda: evaluate_model(model, tokenizer, ["pico"], settings),
     ):
         with refused(DataError, "tasks", match="pico: the prompt of document 1 has no tokens"):
             ask()

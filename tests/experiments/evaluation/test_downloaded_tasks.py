@@ -17,7 +17,7 @@ from datasets import Dataset, DatasetDict
 from importing import loaded
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate, write_result
+from adapterswap.experiments.evaluation import Settings, evaluate_model, write_result
 from adapterswap.experiments.evaluation.downloaded import LABELS, MULTIJAIL_PATH, multijail_task_names, score_labels
 from adapterswap.experiments.evaluation.languages import language_of
 from adapterswap.experiments.evaluation.mgsm import (
@@ -95,7 +95,7 @@ def test_afrimgsm_is_the_harness_task_with_one_more_score() -> None:
 @pytest.mark.usefixtures("afrimgsm")
 def test_afrimgsm_is_evaluated(byte_model: Model) -> None:
     names = ["afrimgsm_cot_swa_prompt_1@2", "afrimgsm_swa_prompt_3"]
-    result = evaluate(*byte_model, names, Settings(max_gen_toks=8))
+    result = evaluate_model(*byte_model, names, Settings(max_gen_toks=8))
     task = result.tasks[names[0]]
     assert (task.num_docs, task.num_fewshot) == (2, 2)
     assert [(score.metric, score.filter) for score in task.scores] == [
@@ -256,7 +256,7 @@ def multijail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_multijail_has_responses_but_no_score(byte_model: Model, multijail: Path, tmp_path: Path) -> None:
-    result = evaluate(*byte_model, ["multijail_sw", "multijail_en"], Settings(max_gen_toks=6))
+    result = evaluate_model(*byte_model, ["multijail_sw", "multijail_en"], Settings(max_gen_toks=6))
     assert [task.scores for task in result.tasks.values()] == [(), ()]
     assert [task.num_docs for task in result.tasks.values()] == [3, 3]
     swahili = [sample for sample in result.samples if sample.task == "multijail_sw"]

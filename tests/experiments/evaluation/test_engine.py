@@ -18,7 +18,7 @@ from tolerances import near
 from transformers import AutoModelForCausalLM
 
 from adapterswap.core.model.opened_base import OpenedBase
-from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate_model
 from adapterswap.experiments.evaluation.engine import Engine, Job, Loadable
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
@@ -133,7 +133,7 @@ def test_cut_outputs_are_counted_beside_likelihoods(
     lengths = [len(answer(engine.as_named("0"), engine.tokenizer, one)) for one in written]
     cut = [length == one.limit for length, one in zip(lengths, written, strict=True)]
     assert any(cut)
-    in_memory = evaluate(engine.as_named("0"), engine.tokenizer, tasks, settings)
+    in_memory = evaluate_model(engine.as_named("0"), engine.tokenizer, tasks, settings)
     for one in (result, in_memory):
         assert [sample.cut for sample in one.samples if sample.task == WRITE] == cut
         assert (one.tasks[WRITE].cut, one.tasks[CHOOSE].cut) == (sum(cut), None)
@@ -171,7 +171,7 @@ def test_the_halves_give_the_whole(
     results = list(engine.evaluate(work, in_flight=in_flight))
     assert (engine.keys, places, engine.most) == (set(), [], in_flight)
     for job, (result, seconds) in zip(work, results, strict=True):
-        same(result, evaluate(engine.as_named(job.key), engine.tokenizer, [task], settings))
+        same(result, evaluate_model(engine.as_named(job.key), engine.tokenizer, [task], settings))
         assert set(seconds) == {"switch", "evaluate"}
     assert len({str([sample.output for sample in result.samples]) for result, _ in results}) > 2
 

@@ -1,4 +1,4 @@
-"""`evaluate` on pico models, against plain loops without the harness."""
+"""`evaluate_model` on pico models, against plain loops without the harness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from adapterswap.experiments.evaluation import (
     Score,
     Settings,
     TaskResult,
-    evaluate,
+    evaluate_model,
     write_result,
 )
 from adapterswap.experiments.evaluation.evaluator import preview
@@ -51,7 +51,7 @@ def written(model: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
 
 def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
     model, tokenizer = byte_model
-    result = evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(batch_size=1, **SHORT))
+    result = evaluate_model(model, tokenizer, ["mgsm_direct_sw"], Settings(batch_size=1, **SHORT))
     task = mgsm_task("mgsm_direct_sw")
     shots = [f"{task.prompt(question)}{answer}\n\n" for question, answer in task.shots()[:2]]
     assert len(result.samples) == 3
@@ -65,8 +65,8 @@ def test_outputs_equal_a_plain_loop_over_the_model(byte_model: Model) -> None:
 def test_selected_documents_are_prompted_as_among_all(byte_model: Model) -> None:
     """Across tasks, in whatever order they are named, and past the limit."""
     chosen = {"mgsm_direct_sw": (4, 1), "mgsm_direct_en": {0}}
-    every = evaluate(*byte_model, list(chosen), Settings(batch_size=1, **(SHORT | {"limit": 5})))
-    some = evaluate(*byte_model, list(chosen), Settings(batch_size=1, **SHORT), documents=chosen)
+    every = evaluate_model(*byte_model, list(chosen), Settings(batch_size=1, **(SHORT | {"limit": 5})))
+    some = evaluate_model(*byte_model, list(chosen), Settings(batch_size=1, **SHORT), documents=chosen)
     assert [(sample.task, sample.doc_id) for sample in some.samples] == [
         ("mgsm_direct_sw", 1), ("mgsm_direct_sw", 4), ("mgsm_direct_en", 0),
     ]  # fmt: skip
@@ -75,8 +75,8 @@ def test_selected_documents_are_prompted_as_among_all(byte_model: Model) -> None
 
 
 def test_a_batch_gives_what_single_prompts_give(byte_model: Model) -> None:
-    alone = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=1, **SHORT))
-    together = evaluate(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=3, **SHORT))
+    alone = evaluate_model(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=1, **SHORT))
+    together = evaluate_model(*byte_model, ["mgsm_native_cot_te"], Settings(batch_size=3, **SHORT))
     assert alone.samples == together.samples
     assert len({sample.output for sample in alone.samples}) > 1
 
@@ -102,7 +102,9 @@ def memorizer() -> Model:
 
 
 def test_each_filter_counts_right_answers_in_its_own_way(memorizer: Model) -> None:
-    result = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1))
+    result = evaluate_model(
+        *memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=3, max_gen_toks=20, batch_size=1)
+    )
     first, second, third = result.samples
     assert (first.output, second.output) == (" 18.00\n\n", " 3.00\n\n")
     assert [sample.scores["normalized"]["exact_match"] for sample in (first, second, third)] == [1, 1, 0]
@@ -115,16 +117,16 @@ def test_each_filter_counts_right_answers_in_its_own_way(memorizer: Model) -> No
 
 
 def test_outputs_that_end_are_not_counted_as_cut(memorizer: Model) -> None:
-    ended = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=30))
+    ended = evaluate_model(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=30))
     assert [sample.cut for sample in ended.samples] == [False, False]
     assert ended.tasks["mgsm_direct_sw"].cut == 0
-    stopped = evaluate(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=3))
+    stopped = evaluate_model(*memorizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=2, max_gen_toks=3))
     assert [sample.output for sample in stopped.samples] == [" 18", " 3."]
     assert stopped.tasks["mgsm_direct_sw"].cut == 2
 
 
 def test_one_document_has_no_standard_error(byte_model: Model) -> None:
-    result = evaluate(*byte_model, ["mgsm_direct_en"], Settings(num_fewshot=0, limit=1, max_gen_toks=4))
+    result = evaluate_model(*byte_model, ["mgsm_direct_en"], Settings(num_fewshot=0, limit=1, max_gen_toks=4))
     assert {score.stderr for score in result.tasks["mgsm_direct_en"].scores} == {None}
 
 
@@ -141,7 +143,7 @@ def test_repeated_evaluations_live_and_from_disk_agree(
     tasks = ["mgsm_direct_sw", "mgsm_native_cot_sw"]
 
     def run(model: Any) -> Any:
-        return evaluate(model, tokenizer, tasks, Settings(**SHORT)).samples
+        return evaluate_model(model, tokenizer, tasks, Settings(**SHORT)).samples
 
     base = run(model)
     plan = layer_swap(**experts)
@@ -174,7 +176,7 @@ def test_adapters_on_tied_embeddings_are_left_alone(wrapped: dict[str, Any]) -> 
             torch.manual_seed(sum(name.encode()))
             parameter.data += torch.randn(parameter.shape) * 0.1
     model.eval()
-    (sample,) = evaluate(model, byte_tokenizer(), ["mgsm_direct_sw"], Settings(**(SHORT | {"limit": 1}))).samples
+    (sample,) = evaluate_model(model, byte_tokenizer(), ["mgsm_direct_sw"], Settings(**(SHORT | {"limit": 1}))).samples
     assert sample.output == written(model, byte_tokenizer(), sample.prompt, 16).split("Swali:")[0]
 
 
@@ -185,7 +187,7 @@ def test_the_callers_model_and_state_are_unchanged(byte_model: Model) -> None:
     model.model.layers[0].eval()
     modes = {name: module.training for name, module in model.named_modules()}
     states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
+    evaluate_model(model, tokenizer, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert tokenizer.pad_token is None
@@ -193,14 +195,16 @@ def test_the_callers_model_and_state_are_unchanged(byte_model: Model) -> None:
 
 
 def test_nothing_is_printed(byte_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
-    evaluate(*byte_model, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
+    evaluate_model(*byte_model, ["mgsm_direct_sw"], Settings(num_fewshot=0, limit=1, max_gen_toks=2))
     assert capfd.readouterr() == ("", "")
 
 
 def test_sampling_follows_the_seed(byte_model: Model) -> None:
     def outputs(seed: int) -> list[Any]:
         options = {"gen_kwargs": {"do_sample": True, "temperature": 1.0}, "seed": seed, **SHORT}
-        return [sample.output for sample in evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples]
+        return [
+            sample.output for sample in evaluate_model(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples
+        ]
 
     assert outputs(1) == outputs(1)
     assert outputs(1) != outputs(2)
@@ -210,13 +214,15 @@ def test_progress_counts_every_request(byte_model: Model) -> None:
     reports: list[tuple[int, int]] = []
     tasks = ["mgsm_direct_sw", "mgsm_direct_te"]
     options = {"num_fewshot": 0, "limit": 2, "max_gen_toks": 2}
-    evaluate(*byte_model, tasks, Settings(**options), on_progress=lambda done, total: reports.append((done, total)))
+    evaluate_model(
+        *byte_model, tasks, Settings(**options), on_progress=lambda done, total: reports.append((done, total))
+    )
     assert reports == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_chat_prompts_are_turns(byte_model: Model) -> None:
     options = {**SHORT, "limit": 1, "apply_chat_template": True, "system_instruction": "Be brief."}
-    (sample,) = evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples
+    (sample,) = evaluate_model(*byte_model, ["mgsm_direct_sw"], Settings(**options)).samples
     task = mgsm_task("mgsm_direct_sw")
     turns = "".join(f"<user>{task.prompt(q)}</user><assistant>{a}</assistant>" for q, a in task.shots()[:2])
     requested = task.prompt(task.language.questions[0][0])
@@ -229,13 +235,13 @@ def test_a_prompt_that_does_not_fit_is_refused_or_counted() -> None:
     tokenizer, options = byte_tokenizer(), {"num_fewshot": 2, "limit": 3, "max_gen_toks": 8, "batch_size": 1}
     (previewed,) = preview(tokenizer, pico_model(layers=1).config, ["mgsm_direct_sw"], Settings(**options))
     context = previewed.longest + 8
-    fitting = evaluate(pico_model(layers=1, context=context), tokenizer, ["mgsm_direct_sw"], Settings(**options))
+    fitting = evaluate_model(pico_model(layers=1, context=context), tokenizer, ["mgsm_direct_sw"], Settings(**options))
     assert fitting.tasks["mgsm_direct_sw"].truncated == 0
     tight = pico_model(layers=1, context=context - 1)
     sizes = rf"mgsm_direct_sw: a prompt of {previewed.longest} tokens .* context of {context - 1}"
     with refused(ArgumentError, "max_gen_toks", match=sizes):
-        evaluate(tight, tokenizer, ["mgsm_direct_sw"], Settings(**options))
-    result = evaluate(tight, tokenizer, ["mgsm_direct_sw"], Settings(truncate=True, **options))
+        evaluate_model(tight, tokenizer, ["mgsm_direct_sw"], Settings(**options))
+    result = evaluate_model(tight, tokenizer, ["mgsm_direct_sw"], Settings(truncate=True, **options))
     assert result.tasks["mgsm_direct_sw"].truncated == 1
 
 
@@ -243,7 +249,7 @@ def test_a_preview_shows_the_prompts_of_an_evaluation(byte_model: Model) -> None
     model, tokenizer = byte_model
     tasks = ["mgsm_native_cot_te", "mgsm_en_cot_ja"]
     previews = preview(tokenizer, model.config, tasks, Settings(**SHORT))
-    result = evaluate(model, tokenizer, tasks, Settings(**SHORT))
+    result = evaluate_model(model, tokenizer, tasks, Settings(**SHORT))
     for task in previews:
         requested = [sample.prompt for sample in result.samples if sample.task == task.name]
         assert (task.prompt, task.num_docs, task.num_requests) == (requested[0], 3, 3)
@@ -253,7 +259,7 @@ def test_a_preview_shows_the_prompts_of_an_evaluation(byte_model: Model) -> None
 
 def test_the_folder_is_reproducible_and_contains_no_paths(byte_model: Model, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        result = evaluate(*byte_model, ["mgsm_direct_ja"], Settings(**SHORT))
+        result = evaluate_model(*byte_model, ["mgsm_direct_ja"], Settings(**SHORT))
         write_result(result, tmp_path / name, subject={"base_model": {"source": "byte-base"}})
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
     assert one == two
@@ -294,7 +300,7 @@ def test_a_device_without_memory_is_an_error(byte_model: Model) -> None:
 
     byte_model[0].model.register_forward_pre_hook(full)
     with refused(RunError, "batch_size"):
-        evaluate(*byte_model, ["mgsm_direct_sw"], Settings(batch_size=4, **SHORT))
+        evaluate_model(*byte_model, ["mgsm_direct_sw"], Settings(batch_size=4, **SHORT))
 
 
 @pytest.mark.parametrize(
@@ -315,14 +321,14 @@ def test_a_device_without_memory_is_an_error(byte_model: Model) -> None:
 def test_bad_settings_are_refused(byte_model: Model, options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with refused(ArgumentError, name, match=f"{value}"):
-        evaluate(*byte_model, ["mgsm_direct_sw"], Settings(**options))
+        evaluate_model(*byte_model, ["mgsm_direct_sw"], Settings(**options))
 
 
 def test_all_bad_settings_are_reported_together(byte_model: Model) -> None:
     model, tokenizer = byte_model
     tokenizer.chat_template = tokenizer.eos_token = None
     with pytest.raises(AdapterswapError) as caught:
-        evaluate(model, tokenizer, ["mgsm_direct_sw"], Settings(limit=0, batch_size=0, apply_chat_template=True))
+        evaluate_model(model, tokenizer, ["mgsm_direct_sw"], Settings(limit=0, batch_size=0, apply_chat_template=True))
     assert [problem.parameter for problem in caught.value.problems] == [
         "limit", "batch_size", "base_model", "apply_chat_template",
     ]  # fmt: skip

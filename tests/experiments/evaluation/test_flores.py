@@ -13,7 +13,7 @@ import sacrebleu
 from pyarrow import parquet
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.downloaded import FLORES_PATH, flores_metrics, is_flores
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError, NotFoundError
@@ -69,7 +69,7 @@ def translator() -> Model:
 @pytest.mark.parametrize(("code", "words"), [("swh_Latn", "13a"), ("jpn_Jpan", "char")])
 def test_corpus_scores_match_sacrebleu(translator: Model, flores: Path, code: str, words: str) -> None:
     name = f"flores_eng_Latn-{code}"
-    result = evaluate(*translator, [name], Settings(max_gen_toks=120))
+    result = evaluate_model(*translator, [name], Settings(max_gen_toks=120))
     outputs = [sample.output.strip() for sample in result.samples]
     assert len(set(outputs)) == 3
     bleu = sacrebleu.corpus_bleu(outputs, [SENTENCES[code]], tokenize=words).score
@@ -90,7 +90,7 @@ def test_corpus_scores_match_sacrebleu(translator: Model, flores: Path, code: st
 def test_prompts_with_and_without_shots(byte_model: Model, flores: Path) -> None:
     def prompts(name: str, shots: int | None) -> list[str]:
         options = Settings(num_fewshot=shots, max_gen_toks=2)
-        return [sample.prompt for sample in evaluate(*byte_model, [name], options).samples]
+        return [sample.prompt for sample in evaluate_model(*byte_model, [name], options).samples]
 
     english, swahili = SENTENCES["eng_Latn"], SENTENCES["swh_Latn"]
     requested = [f"Swahili sentence: {sentence}\nEnglish sentence:" for sentence in swahili]
@@ -101,7 +101,7 @@ def test_prompts_with_and_without_shots(byte_model: Model, flores: Path) -> None
 
 
 def test_an_output_ends_with_its_line(translator: Model, flores: Path) -> None:
-    result = evaluate(*translator, ["flores_eng_Latn-swh_Latn"], Settings(max_gen_toks=120))
+    result = evaluate_model(*translator, ["flores_eng_Latn-swh_Latn"], Settings(max_gen_toks=120))
     assert not any("\n" in sample.output.strip("\n") or "English" in sample.output for sample in result.samples)
 
 

@@ -14,7 +14,7 @@ import torch
 from refusals import refused
 from tolerances import near
 
-from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate
+from adapterswap.experiments.evaluation import EvaluationResult, Settings, evaluate_model
 from adapterswap.experiments.evaluation.downloaded import is_flores
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
@@ -110,7 +110,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(byte_model: Model, kinds: Path, *names: str, **options: Any) -> EvaluationResult:
-    return evaluate(*byte_model, names, Settings(include_path=kinds, trust_task_code=True, **options))
+    return evaluate_model(*byte_model, names, Settings(include_path=kinds, trust_task_code=True, **options))
 
 
 def likelihoods(model: Any, tokenizer: Any, context: str, text: str) -> tuple[float, bool]:
@@ -236,11 +236,11 @@ def test_a_choice_that_does_not_fit_is_refused_or_counted(kinds: Path) -> None:
     whole = longest + len(" hapana kabisa")  # without a start token; the last token is only predicted
     fitting, tight = pico_model(layers=1, context=whole - 1), pico_model(layers=1, context=whole - 2)
     name = "pico_choice_all"
-    assert evaluate(fitting, tokenizer, [name], Settings(**options)).tasks[name].truncated == 0
+    assert evaluate_model(fitting, tokenizer, [name], Settings(**options)).tasks[name].truncated == 0
     assert [task.overlong for task in preview(tokenizer, fitting.config, [name], Settings(**options))] == [0]
     with refused(ArgumentError, "num_fewshot", match=rf"{name}: .* {whole} tokens, .* context of {whole - 2}"):
-        evaluate(tight, tokenizer, [name], Settings(**options))
-    assert evaluate(tight, tokenizer, [name], Settings(truncate=True, **options)).tasks[name].truncated == 1
+        evaluate_model(tight, tokenizer, [name], Settings(**options))
+    assert evaluate_model(tight, tokenizer, [name], Settings(truncate=True, **options)).tasks[name].truncated == 1
     assert [task.overlong for task in preview(tokenizer, tight.config, [name], Settings(**options))] == [1]
 
 

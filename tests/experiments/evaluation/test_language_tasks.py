@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from refusals import refused
 from tolerances import near
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError
 
@@ -50,7 +50,7 @@ def test_tydiqa_is_the_harness_task() -> None:
 def test_choices_equal_a_plain_loop(byte_model: Model, tmp_path: Path) -> None:
     model, tokenizer = byte_model
     folder = choices.write_task(tmp_path)
-    result = evaluate(model, tokenizer, [choices.TASK], Settings(limit=4, include_path=str(folder)))
+    result = evaluate_model(model, tokenizer, [choices.TASK], Settings(limit=4, include_path=str(folder)))
     right = []
     for row, sample in zip(choices.rows(4), result.samples, strict=True):
         prompt = f"{row['premise'][:-1]} {'kwa sababu' if row['question'] == 'cause' else 'kwa hiyo'}"

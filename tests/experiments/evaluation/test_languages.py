@@ -9,7 +9,7 @@ from refusals import refused
 from tolerances import near
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.languages import is_same_language, language_of, language_share
 from adapterswap.experiments.evaluation.subjects import Evaluation
 from adapterswap.kit.errors import ArgumentError, DependencyError
@@ -90,7 +90,7 @@ def test_an_evaluation_has_the_share_as_a_score(
     model = AutoModelForCausalLM.from_pretrained(byte_base).eval()
     tokenizer = AutoTokenizer.from_pretrained(byte_base)
     name = make_task(tmp_path)
-    plain = evaluate(model, tokenizer, [name], Settings(include_path=tmp_path))
+    plain = evaluate_model(model, tokenizer, [name], Settings(include_path=tmp_path))
     answers = iter([f"{SWAHILI} {ENGLISH}", "1 + 1"])
     written: list[str] = []
 
@@ -100,7 +100,7 @@ def test_an_evaluation_has_the_share_as_a_score(
         return language_share(next(answers), language)
 
     monkeypatch.setattr("adapterswap.experiments.evaluation.languages.language_share", share)
-    result = evaluate(model, tokenizer, [name], Settings(include_path=tmp_path, language_fidelity=True))
+    result = evaluate_model(model, tokenizer, [name], Settings(include_path=tmp_path, language_fidelity=True))
     assert written == [sample.output for sample in plain.samples]
     score = result.tasks[name].score(metric="language_share")
     letters = [sum(character.isalpha() for character in text) for text in (SWAHILI, ENGLISH)]

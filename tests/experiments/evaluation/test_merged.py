@@ -9,7 +9,7 @@ import choices
 
 import adapterswap
 from adapterswap.core.model.opened_base import OpenedBase
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.subjects import Subject
 
 
@@ -28,7 +28,7 @@ def test_merged_then_evaluated_is_live_then_evaluated(
     for base, composed in ((live, plan), (merged, None), (live, None)):
         with Subject(base, plan=composed).loaded(device="cpu") as model:
             settings = Settings(limit=3, num_fewshot=1, max_gen_toks=12, batch_size=1, include_path=str(own))
-            result = evaluate(model, base.tokenizer, ["mgsm_direct_sw", choices.TASK], settings)
+            result = evaluate_model(model, base.tokenizer, ["mgsm_direct_sw", choices.TASK], settings)
             # Log-likelihoods of choices differ in their last bits, greedy text and scores do not.
             outputs = [sample.output for sample in result.samples if sample.task == "mgsm_direct_sw"]
             reports.append((outputs, [(sample.task, sample.doc_id, sample.scores) for sample in result.samples]))

@@ -20,7 +20,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 import adapterswap
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.subjects import Evaluation
 from adapterswap.kit.errors import ArgumentError, BaseModelError, DataError
@@ -48,17 +48,17 @@ def test_a_date_is_set_and_recorded(byte_model: tuple[Any, Any]) -> None:
     model, tokenizer = byte_model[0], templated(DATED)
     (fixed,) = preview(tokenizer, model.config, TASK, settings(date="2024-07-26"))
     assert fixed.prompt.startswith("26 Jul 2024\n")
-    result = evaluate(model, tokenizer, TASK, settings(date="2024-07-26"))
+    result = evaluate_model(model, tokenizer, TASK, settings(date="2024-07-26"))
     assert result.samples[0].prompt == fixed.prompt
     assert result.settings["date"] == "2024-07-26"
     today = datetime.date.today()
-    result = evaluate(model, tokenizer, TASK, settings())
+    result = evaluate_model(model, tokenizer, TASK, settings())
     assert result.settings["date"] in (today.isoformat(), datetime.date.today().isoformat())
     assert result.samples[0].prompt.endswith(fixed.prompt.removeprefix("26 Jul 2024"))
 
 
 def test_results_of_templates_without_a_date_name_none(byte_model: tuple[Any, Any]) -> None:
-    result = evaluate(byte_model[0], templated(CHAT), TASK, settings())
+    result = evaluate_model(byte_model[0], templated(CHAT), TASK, settings())
     assert not result.settings.keys() & {"date", "enable_thinking", "think_end_token"}
 
 
@@ -73,7 +73,7 @@ def test_the_template_turns_reasoning_off(byte_model: tuple[Any, Any]) -> None:
     (on,) = preview(tokenizer, byte_model[0].config, TASK, settings())
     (off,) = preview(tokenizer, byte_model[0].config, TASK, settings(enable_thinking=False))
     assert off.prompt == on.prompt + "<think></think>"
-    result = evaluate(byte_model[0], tokenizer, TASK, settings(enable_thinking=False))
+    result = evaluate_model(byte_model[0], tokenizer, TASK, settings(enable_thinking=False))
     assert (result.samples[0].prompt, result.settings["enable_thinking"]) == (off.prompt, False)
 
 
@@ -143,7 +143,7 @@ def test_training_and_evaluation_begin_alike(
     (tmp_path / "choice.yaml").write_text(CHOICE.replace("DATA", str(tmp_path / "rows.json")))
     chosen = settings(apply_chat_template=template is not None, include_path=tmp_path)
     for tasks in (TASK, ["choice"]):
-        evaluate(byte_model[0], tokenizer, tasks, chosen)
+        evaluate_model(byte_model[0], tokenizer, tasks, chosen)
     (generating,), (scoring,) = (
         preview(tokenizer, byte_model[0].config, tasks, chosen) for tasks in (TASK, ["choice"])
     )
@@ -175,7 +175,7 @@ def test_only_what_follows_the_reasoning_is_scored(
     said = f"Is it 5?\nSwali: hm{mark}Jibu ni 11.\nSwali: more"
     scripted = _Scripted(monkeypatch, tokenizer, said + "<eos>")
     chosen = settings(enable_thinking=True, think_end_token=int(end) if end.isdigit() else end, max_gen_toks=200)
-    result = evaluate(byte_model[0], tokenizer, TASK, chosen)
+    result = evaluate_model(byte_model[0], tokenizer, TASK, chosen)
     (sample,) = result.samples
     assert sample.output == "Jibu ni 11.\n"
     assert not sample.cut
@@ -188,7 +188,7 @@ def test_an_answer_that_never_left_its_reasoning_is_cut(
     tokenizer = templated(THINKING)
     _Scripted(monkeypatch, tokenizer, "Swali: it goes on and on and on")
     chosen = settings(enable_thinking=True, think_end_token="</think>", max_gen_toks=10)
-    (sample,) = evaluate(byte_model[0], tokenizer, TASK, chosen).samples
+    (sample,) = evaluate_model(byte_model[0], tokenizer, TASK, chosen).samples
     assert (sample.cut, sample.output) == (True, "")
 
 
@@ -211,7 +211,7 @@ def test_likelihoods_have_no_reasoning(byte_model: tuple[Any, Any], tmp_path: Pa
     task = own_task(tmp_path, "What?", output_type="multiple_choice", doc_to_choice=["a", "b"], doc_to_target=0)
     chosen = settings(enable_thinking=True, think_end_token="</think>", include_path=task)
     with refused(ArgumentError, "enable_thinking"):
-        evaluate(byte_model[0], templated(THINKING), ["own"], chosen)
+        evaluate_model(byte_model[0], templated(THINKING), ["own"], chosen)
 
 
 def own_task(folder: Path, question: str, **changes: Any) -> Path:
@@ -240,7 +240,7 @@ def test_a_template_that_refuses_a_system_turn_is_named(
     chosen = settings(system_instruction=instruction, include_path=folder)
     model, tokenizer = byte_model[0], templated(STRICT)
     with refused(ArgumentError, parameter):
-        evaluate(model, tokenizer, ["own"], chosen) if runs else preview(tokenizer, model.config, ["own"], chosen)
+        evaluate_model(model, tokenizer, ["own"], chosen) if runs else preview(tokenizer, model.config, ["own"], chosen)
 
 
 @pytest.fixture
@@ -509,4 +509,4 @@ def test_a_task_file_of_somebody_else_ends(
     }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(task))
     with refused(DataError, "tasks", match=re.escape(reason)):
-        evaluate(byte_model[0], tokenizer, ["mine"], settings(apply_chat_template=False, include_path=tmp_path))
+        evaluate_model(byte_model[0], tokenizer, ["mine"], settings(apply_chat_template=False, include_path=tmp_path))

@@ -16,7 +16,7 @@ import pytest
 from click.testing import Result
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.stock_tasks import _manager, from_source, harness_folder, refuse_task_code
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
@@ -246,7 +246,7 @@ def test_every_place_is_named(tasks: Tasks) -> None:
 
 def test_files_without_code_need_no_trust(byte_model: Model, tasks: Tasks) -> None:
     settings = Settings(include_path=tasks.folder)
-    (task,) = evaluate(*byte_model, ["own_plain"], settings).tasks.values()
+    (task,) = evaluate_model(*byte_model, ["own_plain"], settings).tasks.values()
     assert (task.name, task.num_docs) == ("own_plain", 2)
     assert "trust_task_code" not in settings.described()
     assert not tasks.ran
@@ -259,13 +259,13 @@ def test_a_later_document_cannot_leave_the_sandbox(byte_model: Model, tasks: Tas
     LoadedTasks.load(["own_later"], settings)
     for asking in (
         lambda: preview(tokenizer, model.config, ["own_later"], settings),
-        lambda: evaluate(model, tokenizer, ["own_later"], settings),
+        lambda: evaluate_model(model, tokenizer, ["own_later"], settings),
     ):
         with refused(ArgumentError, "trust_task_code") as result:
             asking()
         assert {problem.parameter for problem in result.value.problems} == {"trust_task_code"}
         assert not tasks.ran
-    evaluate(model, tokenizer, ["own_later"], Settings(include_path=tasks.folder, trust_task_code=True))
+    evaluate_model(model, tokenizer, ["own_later"], Settings(include_path=tasks.folder, trust_task_code=True))
     assert tasks.ran
 
 

@@ -13,7 +13,7 @@ import torch
 from refusals import refused
 from tolerances import near
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.mgsm import LANGUAGES
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError, DataError, DependencyError, NotFoundError
@@ -72,7 +72,7 @@ def choose(model: Any, tokenizer: Any, row: dict[str, Any]) -> tuple[int, list[f
 
 
 def test_a_task_of_the_harness_equals_a_plain_loop(byte_model: Model, own_tasks: Path) -> None:
-    result = evaluate(
+    result = evaluate_model(
         *byte_model, ["pico", "mgsm_direct_sw"], Settings(include_path=own_tasks, limit=5, max_gen_toks=2)
     )
     right = []
@@ -95,7 +95,7 @@ def test_a_task_of_the_harness_equals_a_plain_loop(byte_model: Model, own_tasks:
 def test_shots_of_a_task_of_the_harness_follow_the_seed(byte_model: Model, own_tasks: Path) -> None:
     def prompts(seed: int) -> list[str]:
         options = {"include_path": own_tasks, "num_fewshot": 1, "seed": seed}
-        return [sample.prompt for sample in evaluate(*byte_model, ["pico_one"], Settings(**options)).samples]
+        return [sample.prompt for sample in evaluate_model(*byte_model, ["pico_one"], Settings(**options)).samples]
 
     assert prompts(1) == prompts(1)
     assert prompts(1) != prompts(2)
@@ -105,12 +105,12 @@ def test_a_name_can_set_the_shots(byte_model: Model, own_tasks: Path) -> None:
     """One evaluation with several numbers of shots equals several evaluations with one number each; also for groups."""
     names, settings = ["pico@2", "mgsm_direct_sw", "pico@0", "mgsm_direct_s?@1"], {"limit": 3, "max_gen_toks": 2}
     settings |= {"include_path": own_tasks, "batch_size": 1}
-    together = evaluate(*byte_model, names, Settings(num_fewshot=0, **settings))
+    together = evaluate_model(*byte_model, names, Settings(num_fewshot=0, **settings))
     assert {name: task.num_fewshot for name, task in together.tasks.items()} == {
         "pico_one@2": 2, "pico_two@2": 2, "mgsm_direct_sw": 0, "pico_one@0": 0, "pico_two@0": 0, "mgsm_direct_sw@1": 1,
     }  # fmt: skip
     for asked, shots in (("pico", 2), ("pico", 0), ("mgsm_direct_sw", 1)):
-        alone = evaluate(*byte_model, [asked], Settings(num_fewshot=shots, **settings))
+        alone = evaluate_model(*byte_model, [asked], Settings(num_fewshot=shots, **settings))
         for name, task in alone.tasks.items():
             assert replace(together.tasks[f"{name}@{shots}"], name=name) == task
         samples = [
@@ -162,7 +162,7 @@ def test_a_broken_task_of_the_user_is_refused(kind: str, byte_model: Model, tmp_
     name, content = BROKEN[kind]
     (folder / name).write_text(content + "\n")
     with refused(DataError, "tasks", match="pico_broken"):
-        evaluate(*byte_model, ["pico_broken"], Settings(include_path=folder, trust_task_code=True))
+        evaluate_model(*byte_model, ["pico_broken"], Settings(include_path=folder, trust_task_code=True))
 
 
 def test_families_and_patterns() -> None:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.evaluator import preview
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
@@ -73,7 +73,7 @@ def test_a_text_with_a_lone_surrogate_is_refused(byte_model: Model, halves: Path
     settings = Settings(include_path=halves)
     for ask in (
         lambda: preview(tokenizer, model.config, [f"half_{name}"], settings),
-        lambda: evaluate(model, tokenizer, [f"half_{name}"], settings),
+        lambda: evaluate_model(model, tokenizer, [f"half_{name}"], settings),
     ):
         with refused(DataError, "tasks", match=rf"half_{name}.*document 0.*\\ud800"):
             ask()

@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 from refusals import refused
 
-from adapterswap.experiments.evaluation import Settings, evaluate
+from adapterswap.experiments.evaluation import Settings, evaluate_model
 from adapterswap.experiments.evaluation.stock_tasks import code_allowed, unsafe_tasks
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
 from adapterswap.kit.errors import ArgumentError
@@ -104,7 +104,7 @@ def test_mbpp_is_refused_by_its_name(code_tasks: Path) -> None:
 @pytest.mark.parametrize("name", ["pico_code", "pico_group", "pico_tag"])
 def test_confirmed_code_runs(coder: Model, code_tasks: Path, name: str) -> None:
     settings = Settings(include_path=code_tasks, trust_task_code=True, confirm_run_unsafe_code=True, batch_size=1)
-    result = evaluate(*coder, [name], settings)
+    result = evaluate_model(*coder, [name], settings)
     assert [sample.output.strip() for sample in result.samples] == ["3", "3"]
     assert list(result.tasks) == ["pico_code"]
     assert result.groups == {}  # a group without its own means

@@ -16,7 +16,7 @@ from refusals import refused
 from adapterswap.cli import main
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.planning.composition import Composition
-from adapterswap.engines.live.batch import Answers
+from adapterswap.engines.live.streaming import Answers
 from adapterswap.experiments.evaluation.answers import is_right
 from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address, paint

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.core.writing.weights import merge
-from adapterswap.experiments.evaluation import evaluate
+from adapterswap.experiments.evaluation import evaluate_model
 from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.reporting.report import compose_command, evaluate_command
 from adapterswap.experiments.sweeps import Run, SweepRecipe, prepare, read_samples, sweep
@@ -73,7 +73,7 @@ def check_beside_merge(prepared: PreparedSweep, run: Run, full: Path, tmp_path: 
             merge(adapterswap.compose(requested, places), out_path=tmp_path / cell.cell)
             base, plan = OpenedBase.open(str(tmp_path / cell.cell)), None
         with Subject(base, plan=plan).loaded(device="cpu") as model:
-            alone = evaluate(model, base.tokenizer, cell.tasks, prepared.settings)
+            alone = evaluate_model(model, base.tokenizer, cell.tasks, prepared.settings)
         samples = read_samples(run.folder, cell.cell)
         expected = [{key: sample.as_json()[key] for key in samples[0]} for sample in alone.samples]
         assert samples == expected, cell.short

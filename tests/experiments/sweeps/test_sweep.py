@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from adapterswap import AdapterswapError, write_adapter
 from adapterswap.engines.live import find_adapter
-from adapterswap.experiments.evaluation import EvaluationResult, evaluate
+from adapterswap.experiments.evaluation import EvaluationResult, evaluate_model
 from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.sweeps import (
     Run,
@@ -83,7 +83,7 @@ def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run
         cell, plan = result.cell, prepared.plans[result.cell.cell]
         samples = read_samples(run.folder, cell.cell)
         with Subject(prepared.base, plan=plan, **cell.output).loaded(device="cpu") as model:
-            alone = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
+            alone = evaluate_model(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
         assert samples == rows(alone), cell.short
         for name, value in result.results.items():
             score = alone.tasks[name].score("normalized")
@@ -97,7 +97,7 @@ def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run
         if plan is not None:
             folder = write_adapter(plan, tmp_path / cell.cell, **cell.output)
             with Subject(prepared.base, adapter=find_adapter(str(folder))).loaded(device="cpu") as model:
-                composed = evaluate(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
+                composed = evaluate_model(model, prepared.base.tokenizer, cell.tasks, prepared.settings)
             differing[cell.short] = sum(a != b for a, b in zip(samples, rows(composed), strict=True))
     assert differing == dict.fromkeys(differing, 0)
     outputs = {str([row["output"] for row in read_samples(run.folder, r.cell.cell)]) for r in run.results}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from adapterswap import write_adapter
 from adapterswap.core.model.opened_base import OpenedBase
 from adapterswap.engines.live import find_adapter
-from adapterswap.experiments.evaluation import evaluate
+from adapterswap.experiments.evaluation import evaluate_model
 from adapterswap.experiments.evaluation.subjects import Subject
 from adapterswap.experiments.sweeps import SweepRecipe, prepare, read_samples, sweep
 from adapterswap.experiments.sweeps.judge import way_of
@@ -81,7 +81,7 @@ def test_cells_equal_written_adapters(
             continue
         folder = write_adapter(plan, tmp_path / result.cell.cell, **result.cell.output)
         with Subject(prepared.base, adapter=find_adapter(str(folder))).loaded(device="cpu") as model:
-            alone = evaluate(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
+            alone = evaluate_model(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
         for name, value in result.results.items():
             assert value.value == alone.tasks[name].score("normalized").value
         found = [row["output"] for row in read_samples(run.folder, result.cell.cell)]
@@ -103,7 +103,7 @@ def test_dora_beside_plain_lora_equals_merged_weights(
             continue
         base = OpenedBase.open(plan.merge(tmp_path / result.cell.cell, base_model=prepared.recipe.base_model))
         with Subject(base).loaded(device="cpu") as model:
-            alone = evaluate(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
+            alone = evaluate_model(model, prepared.base.tokenizer, result.cell.tasks, prepared.settings)
         found = [row["output"] for row in read_samples(run.folder, result.cell.cell)]
         assert found == [sample.as_json()["output"] for sample in alone.samples], result.cell.short
     reduced = recipe(compositions=[{"bottom": 2, "top": 1, "max_rank": 2}], **both)

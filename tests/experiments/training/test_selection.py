@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 import adapterswap
 from adapterswap import layer_swap, suggest
 from adapterswap.core.experts.adapter import open_adapter
-from adapterswap.experiments.evaluation import Settings, evaluate, exam
+from adapterswap.experiments.evaluation import Settings, evaluate_model, exam
 from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.training import TrainRecipe, TrainReport, estimate, train
 from adapterswap.experiments.training.selection import (
@@ -256,7 +256,7 @@ def test_a_score_equals_evaluating_the_written_expert(
     assert report.selection is not None
     for step, folder in zip(report.selection.kept, [report.path, *report.path.glob("checkpoint-*")], strict=True):
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pico("llama")), folder)
-        result = evaluate(model, word_tokenizer(), ["pico_last", "pico_first"], Settings(include_path=own_tasks))
+        result = evaluate_model(model, word_tokenizer(), ["pico_last", "pico_first"], Settings(include_path=own_tasks))
         row = next(row for row in report.selection.table if row.step == step)
         values = {name: result.tasks[name].score(metric="acc") for name in ("pico_last", "pico_first")}
         assert row.tasks == {name: score.value for name, score in values.items()}
@@ -301,7 +301,7 @@ def test_resuming_evaluates_nothing_twice(
 ) -> None:
     recipe, unbroken = judged
     requested: list[int] = []
-    real = exam.evaluate
+    real = exam.evaluate_model
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         requested.append(1)
@@ -309,7 +309,7 @@ def test_resuming_evaluates_nothing_twice(
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(exam, "evaluate", counted)
+    monkeypatch.setattr(exam, "evaluate_model", counted)
     with pytest.raises(KeyboardInterrupt):
         train(recipe, out_path=tmp_path / "expert", progress=False)
     resumed = train(recipe, out_path=tmp_path / "expert", resume=True, progress=False)
@@ -323,14 +323,14 @@ def test_resuming_evaluates_nothing_twice(
 def test_a_terminated_run_is_judged_when_resumed(tmp_path: Path, selecting: MakeRecipe, monkeypatch: Any) -> None:
     recipe = selecting(training={"max_steps": 4, "save_every_samples": 8})
     unbroken = train(recipe, out_path=tmp_path / "unbroken", progress=False)
-    real = exam.evaluate
+    real = exam.evaluate_model
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(exam, "evaluate", interrupted)
+        patched.setattr(exam, "evaluate_model", interrupted)
         with refused(RunError):
             train(recipe, out_path=tmp_path / "expert", progress=False)
     rows = json.loads((tmp_path / "expert.checkpoints" / "selection.json").read_text())["table"]

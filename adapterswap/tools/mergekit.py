@@ -91,17 +91,18 @@ class _MergekitRecipe(StrictModel):
         return self
 
     def _check_setting(self, place: str, key: str, setting: Any) -> None:
-        for_file, for_models = _SHARED[self.merge_method], _OWN[self.merge_method]
-        in_model = "sources" in place or place.startswith("models")
-        allowed = for_models if in_model else (*for_file, *for_models)
+        allowed, level = _OWN[self.merge_method], "a model's parameter"
+        if "sources" not in place and not place.startswith("models"):
+            allowed, level = (*_SHARED[self.merge_method], *allowed), "a parameter"
+
         where = f"{place}.{key}"
         if key not in allowed:
-            level = "a model's parameter" if in_model else "a parameter"
             raise FieldMistake(
                 f"{key!r} is not {level} of {self.merge_method}; mergekit would ignore it",
                 where,
                 remedy=did_you_mean(key, allowed, f"Use {', '.join(allowed) or 'none'}, or remove it"),
             )
+
         if key in ("normalize", "rescale", "int8_mask"):
             if not isinstance(setting, bool):
                 raise FieldMistake(f"{key} must be true or false", where)
@@ -141,7 +142,9 @@ class MergekitMerge:
     @staticmethod
     def dtype_in(path: str | Path) -> Dtype | None:
         """The dtype that a mergekit YAML sets for its result; None for other recipes, or if it sets none."""
-        return read_recipe(path, _MergekitRecipe).written_dtype if MergekitMerge.is_at(path) else None
+        if not MergekitMerge.is_at(path):
+            return None
+        return read_recipe(path, _MergekitRecipe).written_dtype
 
 
 def read_mergekit(path: str | Path) -> MergekitMerge:
@@ -178,19 +181,28 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _or_one(value: float | None) -> float:
+    """A factor, or 1 if there is none."""
+    if value is None:
+        return 1.0
+    return value
+
+
 def _is_setting(value: Any) -> bool:
     """A number, a gradient, or a list of {filter, value}."""
     if _is_number(value):
         return True
     if not isinstance(value, list) or not value:
         return False
-    return all(map(_is_number, value)) or all(
-        isinstance(item, dict)
-        and {"value"} <= item.keys() <= {"value", "filter"}
-        and isinstance(item.get("filter", "*"), str | None)
-        and _is_setting(item["value"])
-        for item in value
-    )
+    if all(map(_is_number, value)):
+        return True
+
+    for item in value:
+        if not isinstance(item, dict) or not {"value"} <= item.keys() <= {"value", "filter"}:
+            return False
+        if not isinstance(item.get("filter", "*"), str | None) or not _is_setting(item["value"]):
+            return False
+    return True
 
 
 @dataclass
@@ -210,6 +222,7 @@ class _Reading:
             with problems.collect():
                 self._open(reference)
         problems.raise_if_any()
+
         first = recipe.base_model or self._references()[0]
         skeleton = self.opened[first]
         in_config = ModelConfig(skeleton.config).num_layers
@@ -217,19 +230,27 @@ class _Reading:
         slices = self._slices(num_layers)
         self._check_tokenizers(first)
         self._check_vocabularies(first)
+
         outcomes = {tensor: self._outcome(tensor, slices) for tensor in skeleton.parameters.values()}
-        if unmatched := [text for text, matched in self.filters.items() if not matched]:
+        unmatched = [text for text, matched in self.filters.items() if not matched]
+        if unmatched:
             raise FieldError(
                 f"{self.path}: the filter {unmatched[0]!r} matches no tensor's name; mergekit would ignore it",
                 "Write a part of a tensor's name, such as self_attn or mlp",
                 parameter="parameters",
             )
+
         # Without a base, the config and the tokenizer come from the first expert of the first rule.
         rules = tuple(sorted(_compressed(outcomes), key=lambda rule: rule.experts[:1] != (self.names[first],)))
-        names = {name for rule in rules for name in rule.experts}
+        names: set[str] = set()
+        for rule in rules:
+            names.update(rule.experts)
+        base_model = recipe.base_model
+        if base_model:
+            base_model = self._place(base_model)
         composition = Composition(
             experts={name: self._place(reference) for reference, name in self.names.items() if name in names},
-            base_model=self._place(recipe.base_model) if recipe.base_model else None,
+            base_model=base_model or None,
             num_layers=num_layers,
             allocation=rules,
             allow_negative=True,
@@ -239,12 +260,17 @@ class _Reading:
     def _references(self) -> list[str]:
         recipe = self.recipe
         models = [model.model for model in recipe.models or ()]
-        models += [source.model for part in recipe.slices or () for source in part.sources]
-        return [*models, *([recipe.base_model] if recipe.base_model else [])]
+        for part in recipe.slices or ():
+            models += [source.model for source in part.sources]
+        if recipe.base_model:
+            models.append(recipe.base_model)
+        return models
 
     def _place(self, reference: str) -> str:
         sibling = self.path.parent / expand(reference)
-        return str(sibling) if os.path.isdir(sibling) else reference
+        if os.path.isdir(sibling):
+            return str(sibling)
+        return reference
 
     def _open(self, reference: str) -> None:
         place = self._place(reference)
@@ -254,6 +280,7 @@ class _Reading:
                 "Write an adapterswap recipe with the adapters as `experts`; it does not need the base's weights",
                 parameter="model",
             )
+
         checkpoint = open_expert(place)
         if not isinstance(checkpoint, Checkpoint):
             raise UnsupportedError(
@@ -279,6 +306,8 @@ class _Reading:
                     )
                 sources.append(_Source(model=base, layer_range=whole))
             return [_Slice(sources=sources)]
+
+        # Each slice begins where the one before it ended, in all of its sources.
         at = 0
         for number, part in enumerate(recipe.slices):
             for index, source in enumerate(part.sources):
@@ -311,7 +340,9 @@ class _Reading:
         source = self.recipe.tokenizer_source
         if source is None:
             return
-        tokenizer_of = first if source == "base" and self.recipe.base_model else source
+        tokenizer_of = source
+        if source == "base" and self.recipe.base_model:
+            tokenizer_of = first
         contents = {tokenizer_bytes(checkpoint.source.folder) for checkpoint in self.opened.values()}
         if tokenizer_of != first or len(contents) != 1:
             raise UnsupportedError(
@@ -339,9 +370,12 @@ class _Reading:
         if tensor.layer is not None:
             part = next(part for part in slices if tensor.layer < part.sources[0].layer_range[1])
             begin, end = part.sources[0].layer_range
-            return self._merged(
-                tensor.name, part, (tensor.layer - begin) / (end - begin - 1) if end - begin > 1 else 1.0
-            )
+            share = 1.0
+            if end - begin > 1:
+                share = (tensor.layer - begin) / (end - begin - 1)
+            return self._merged(tensor.name, part, share)
+
+        # Outside the layers: of the first slice, or of the last
         before, after = (self._merged(tensor.name, part, 0.0) for part in (slices[0], slices[-1]))
         if before == after:
             return before
@@ -360,24 +394,28 @@ class _Reading:
         recipe, base = self.recipe, self.recipe.base_model
         method = recipe.merge_method
         scopes = [part.parameters, recipe.parameters]
+
         if method == "passthrough":
-            if len(part.sources) != 1 or self._value("scale", tensor, t, [part.sources[0].parameters, *scopes]) not in (
-                None, 1,
-            ):  # fmt: skip
+            scale = self._value("scale", tensor, t, [part.sources[0].parameters, *scopes])
+            if len(part.sources) != 1 or scale not in (None, 1):
                 raise UnsupportedError(
                     f"{self.path}: passthrough needs one source in each slice, and cannot scale it here",
                     "Use `linear` for several sources, and remove `scale`",
                     parameter="slices",
                 )
             return Rule(expert=self.names[part.sources[0].model])
+
         is_linear = method == "linear"
         if not is_linear and (base is None or base not in [source.model for source in part.sources]):
+            where = ""
+            if base:
+                where = " in the sources of every slice"
             raise FieldError(
-                f"{self.path}: {method} needs the base model, which is not named"
-                + (" in the sources of every slice" if base else ""),
+                f"{self.path}: {method} needs the base model, which is not named{where}",
                 "Set `base_model`, and add it to `sources`",
                 parameter="base_model",
             )
+
         weights: dict[str, float] = {}
         densities: dict[str, float] = {}
         for source in part.sources:
@@ -395,11 +433,16 @@ class _Reading:
                     f"{self.path}: {source.model} is listed twice", "List each model once", parameter="model"
                 )
             weights[name] = weight
-            density = self._value("density", tensor, t, nearest_first) if method == "ties" else None
-            densities[name] = 1.0 if density is None else density
+            density = None
+            if method == "ties":
+                density = self._value("density", tensor, t, nearest_first)
+            densities[name] = _or_one(density)
+
         normalize = next((scope["normalize"] for scope in scopes if "normalize" in scope), _NORMALIZES[method])
-        factor = self._value("lambda", tensor, t, scopes) if not is_linear else None
-        return self._rule(tensor, weights, densities, normalize=normalize, factor=1.0 if factor is None else factor)
+        factor = None
+        if not is_linear:
+            factor = self._value("lambda", tensor, t, scopes)
+        return self._rule(tensor, weights, densities, normalize=normalize, factor=_or_one(factor))
 
     def _rule(
         self, tensor: str, weights: dict[str, float], densities: dict[str, float], *, normalize: bool, factor: float
@@ -417,6 +460,7 @@ class _Reading:
                 "Set normalize: true, or weights that sum to 1",
                 parameter="normalize",
             )
+
         nonzero = {name: weight for name, weight in weights.items() if weight != 0}
         if not nonzero or factor == 0:
             return Rule(expert=BASE)
@@ -429,7 +473,11 @@ class _Reading:
                 )
             parameters = {"density": next(iter(densities.values())), "lambda": factor}
             return Rule(blend=weights, method="ties", normalize=normalize, **parameters)
-        shares = {name: factor * weight / (total if normalize else 1) for name, weight in nonzero.items()}
+
+        divisor = 1.0
+        if normalize:
+            divisor = total
+        shares = {name: factor * weight / divisor for name, weight in nonzero.items()}
         if len(shares) == 1 and abs(next(iter(shares.values())) - 1) < 1e-12:
             return Rule(expert=next(iter(shares)))
         return Rule(blend=shares, normalize=False)
@@ -437,8 +485,10 @@ class _Reading:
     def _value(self, key: str, tensor: str, t: float, scopes: Sequence[Mapping[str, Any]]) -> float | None:
         """A parameter's value for a tensor, from the first scope that has one."""
         for scope in scopes:
-            if key in scope and (value := self._evaluated(scope[key], tensor, t)) is not None:
-                return value
+            if key in scope:
+                value = self._evaluated(scope[key], tensor, t)
+                if value is not None:
+                    return value
         return None
 
     def _evaluated(self, setting: Any, tensor: str, t: float) -> float | None:
@@ -470,6 +520,8 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
         everything.setdefault(tensor.layer, set()).add(_within(tensor))
     if len(rules) == 1:
         return tuple(rules.values())
+
+    # Of each rule: the layers in which it has the same tensors, and these tensors, unless they are all of the layer's
     compressed: list[Rule] = []
     for text, tensors in by_rule.items():
         names: dict[int | None, set[str]] = {}
@@ -477,11 +529,21 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
             names.setdefault(tensor.layer, set()).add(_within(tensor))
         places: dict[tuple[str, ...] | None, list[int | None]] = {}
         for layer, within in names.items():
-            places.setdefault(None if within == everything[layer] else tuple(sorted(within)), []).append(layer)
+            modules = None
+            if within != everything[layer]:
+                modules = tuple(sorted(within))
+            places.setdefault(modules, []).append(layer)
+
         for modules, layers in places.items():
+            selections: list[str] = []
             inside = [layer for layer in layers if layer is not None]
-            for selection in ([format_layers(inside)] if inside else []) + [NO_LAYER] * (None in layers):
+            if inside:
+                selections.append(format_layers(inside))
+            if None in layers:
+                selections.append(NO_LAYER)
+            for selection in selections:
                 compressed.append(rules[text].model_copy(update={"layers": selection, "modules": modules}))
+
     for tensor, rule in outcomes.items():
         first = next((r for r in compressed if r.matches(tensor.name, tensor.layer, tensor.kind)), None)
         if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
@@ -491,4 +553,6 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
 
 def _within(tensor: StoredTensor) -> str:
     """A tensor's name within its layer, as a rule's `modules` selects it."""
-    return tensor.name if tensor.layer is None else tensor.name.partition(f".{tensor.layer}.")[2]
+    if tensor.layer is None:
+        return tensor.name
+    return tensor.name.partition(f".{tensor.layer}.")[2]

@@ -18,9 +18,16 @@ class Chain(StrictModel):
     chain: tuple[str, ...] = Field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
 
 
-Place = Annotated[  # the discriminator picks one form, so that a mistake is reported once
+def _form_of(value: object) -> str:
+    """The form that is checked, so that a mistake is reported once."""
+    if isinstance(value, Mapping | Chain):
+        return f"{MEMBER}chain"
+    return f"{MEMBER}path"
+
+
+Place = Annotated[
     Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Chain, Tag(f"{MEMBER}chain")],
-    Discriminator(lambda value: MEMBER + ("chain" if isinstance(value, Mapping | Chain) else "path")),
+    Discriminator(_form_of),
 ]
 """Where an expert is: a folder or Hub id, or a chain of them."""
 
@@ -34,8 +41,11 @@ class Places:
     @property
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Each chain among the experts → the names of its adapters: NAME-1, NAME-2, …"""
-        chains = {name: place.chain for name, place in self.experts.items() if isinstance(place, Chain)}
-        return {name: tuple(f"{name}-{number}" for number, _ in enumerate(parts, 1)) for name, parts in chains.items()}
+        chains: dict[str, tuple[str, ...]] = {}
+        for name, place in self.experts.items():
+            if isinstance(place, Chain):
+                chains[name] = tuple(f"{name}-{number}" for number, _ in enumerate(place.chain, 1))
+        return chains
 
     @property
     def adapters(self) -> dict[str, str]:
@@ -43,18 +53,26 @@ class Places:
         chains = self.chains
         places: dict[str, str] = {}
         for name, place in self.experts.items():
-            places |= dict(zip(chains[name], place.chain, strict=True)) if isinstance(place, Chain) else {name: place}
+            if isinstance(place, Chain):
+                places |= zip(chains[name], place.chain, strict=True)
+            else:
+                places[name] = place
         return places
 
     def placed(self, resolve: Callable[[str], str]) -> dict[str, Place]:
         """The experts with `resolve(place)` instead of each place."""
-        return {
-            name: Chain(chain=tuple(map(resolve, place.chain))) if isinstance(place, Chain) else resolve(place)
-            for name, place in self.experts.items()
-        }
+        placed: dict[str, Place] = {}
+        for name, place in self.experts.items():
+            if isinstance(place, Chain):
+                placed[name] = Chain(chain=tuple(map(resolve, place.chain)))
+            else:
+                placed[name] = resolve(place)
+        return placed
 
     @property
     def shared_name(self) -> str | None:
         """The name of an expert that an adapter of a chain has as well, if there is one."""
-        parts = {part for parts in self.chains.values() for part in parts}
+        parts: set[str] = set()
+        for of_chain in self.chains.values():
+            parts.update(of_chain)
         return next((name for name in self.experts if name in parts), None)
