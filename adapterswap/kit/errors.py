@@ -243,9 +243,15 @@ class Problems:
     adapterswap.kit.errors.ExpertError: rank 0 is not positive. Choose a rank of 1 or more.
     """
 
-    def __init__(self, kind: type[AdapterswapError] = AdapterswapError) -> None:
-        """Args: kind: the class of the problems, unless `add` passes another."""
+    def __init__(self, kind: type[AdapterswapError] = AdapterswapError, where: str = "") -> None:
+        """Start without mistakes.
+
+        Args:
+            kind: the class of the problems, unless `add` passes another.
+            where: a file or folder, put before each message that `add` gets or `collect` catches.
+        """
         self._kind = kind
+        self.where = where
         self._problems: dict[Problem, None] = {}  # a dict: no problem is reported twice, and the order is kept
         self._omitted = 0
 
@@ -258,6 +264,8 @@ class Problems:
     def add(
         self, message: str, remedy: str, *, parameter: str | None = None, kind: type[AdapterswapError] | None = None
     ) -> None:
+        if self.where:
+            message = f"{self.where}: {message}"
         self._keep(Problem(message, remedy, parameter, kind or self._kind))
 
     @contextmanager
@@ -266,10 +274,10 @@ class Problems:
         try:
             yield
         except AdapterswapError as error:
-            self.keep(error)
+            self.keep(error.within(self.where) if self.where else error)
 
     def keep(self, error: AdapterswapError) -> None:
-        """Keep the problems of an error."""
+        """Keep the problems of an error as they are."""
         for problem in error.found:
             self._keep(problem)
         self._omitted += error.omitted

@@ -63,15 +63,23 @@ class Adapter:
     trained_on: str | None = None
 
     def __repr__(self) -> str:
+        facts = [repr(self.name)]
+        if self.modules or not (self.opaque or self.tokens):
+            facts.append(f"{len(self.modules)} modules")
+        if self.opaque:
+            facts.append(f"{len(self.opaque)} modules of {self.config.title}")
+
         ranks = sorted({module.rank for module in self.modules.values()})
-        rank = [f"rank {ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")] if ranks else []
-        whole = sum(not part.rows for part in self.saved.values())
-        saved = [f"{whole} trained in full"] if whole else []
-        saved += [f"tokens trained in {part.name}" for part in self.saved.values() if part.rows]
-        modules = [f"{len(self.modules)} modules"] if self.modules or not (self.opaque or self.tokens) else []
-        opaque = [f"{len(self.opaque)} modules of {self.config.title}"] if self.opaque else []
-        facts = [repr(self.name), *modules, *opaque, *rank, *saved, f"base {self.config.base_model!r}"]
-        return f"<Adapter {', '.join(facts)}>"
+        if len(ranks) == 1:
+            facts.append(f"rank {ranks[0]}")
+        elif ranks:
+            facts.append(f"rank {ranks[0]}-{ranks[-1]}")
+
+        whole = len(self.saved) - len(self.tokens)
+        if whole:
+            facts.append(f"{whole} trained in full")
+        facts += [f"tokens trained in {name}" for name in self.tokens]
+        return f"<Adapter {', '.join(facts)}, base {self.config.base_model!r}>"
 
     @property
     def name(self) -> str:
@@ -104,13 +112,19 @@ class Adapter:
     def factors(self) -> Mapping[str, LoraModule]:
         """The modules with factors A and B, by name: those of LoRA and of its variants."""
         variants = {name: part.lora for name, part in self.opaque.items() if part.lora is not None}
-        return {**self.modules, **variants} if variants else self.modules
+        if not variants:
+            return self.modules
+        return {**self.modules, **variants}
 
     @property
     def vocabulary(self) -> dict[str, Part]:
         """The embeddings and heads that it changes, by name."""
-        outside = {name: part for name, part in self.parts.items() if part.layer is None or name in self.tokens}
-        return {n: part for n, part in outside.items() if ModuleName(n).is_vocabulary(part.layer) or n in self.tokens}
+        vocabulary: dict[str, Part] = {}
+        for name, part in self.parts.items():
+            is_outside = part.layer is None and ModuleName(name).is_vocabulary(None)
+            if is_outside or name in self.tokens:
+                vocabulary[name] = part
+        return vocabulary
 
     @cached_property
     def tokens(self) -> Mapping[str, FullModule]:
@@ -137,10 +151,17 @@ class Adapter:
         if all(new == old for old, new in names.items()):
             return self
         check_distinct(names, expert)
-        parts = [part.at(names[old], ModuleName(names[old]).layer(container)) for old, part in self.parts.items()]
-        layered = any(part.layer is not None for part in parts)
-        original = {names[name]: self.original.get(name, name) for name in self.parts}
-        return replace(self.with_parts(parts, container if layered else None), renamed=True, original=original)
+
+        parts: list[Part] = []
+        original: dict[str, str] = {}
+        for old, part in self.parts.items():
+            new = names[old]
+            parts.append(part.at(new, ModuleName(new).layer(container)))
+            original[new] = self.original.get(old, old)
+
+        if all(part.layer is None for part in parts):
+            container = None
+        return replace(self.with_parts(parts, container), renamed=True, original=original)
 
     def under_names_of(self, base: Base, expert: str, base_name: str) -> Adapter:
         """The adapter with the names that its base has for the modules; see `Base.find`.
@@ -151,7 +172,9 @@ class Adapter:
         """
         names: dict[str, str] = {}
         for module in self.parts.values():
-            shape = (module.lora.out_features, module.lora.in_features) if module.lora else None
+            shape = None
+            if module.lora is not None:
+                shape = (module.lora.out_features, module.lora.in_features)
             canonical = base.find(module.name, self.container, shape)
             if canonical is None:
                 raise ExpertError(
@@ -171,6 +194,8 @@ class Adapter:
         folder = source.folder
         if not os.path.exists(folder / WEIGHTS):
             raise _missing(source)
+
+        # The config and the header, with the mistakes of both
         problems = Problems(ExpertError)
         config = file = None
         with problems.collect():
@@ -180,33 +205,40 @@ class Adapter:
         problems.raise_if_any()
         assert config is not None
         assert file is not None
+
+        # What the tensors are, and which of them PEFT loads
+        problems = Problems(ExpertError, str(folder))
+        kind = KINDS.get(config.peft_type)
+        if config.peft_type == TRAINABLE_TOKENS:
+            kind = TRAINED_TOKENS
         keys = sort_keys(
             file,
             config.modules_to_save,
-            folder,
             problems,
             biases=config.bias != "none",
-            kind=TRAINED_TOKENS if config.peft_type == TRAINABLE_TOKENS else KINDS.get(config.peft_type),
+            kind=kind,
             tokens=bool(config.trained_tokens),
         )
         held = Held.of(keys, config, file, folder, problems)
-        config, container = held.config, None
-        with problems.collect():
-            container = layer_container([*held.parts, *held.saved])
-        read = held.read(keys.shared, container, folder, problems)
+        container = layer_container([*held.parts, *held.saved])
+        parts = held.read(keys.shared, container, problems)
+
+        # Of a slice, the layers that were kept
         kept = None
-        with problems.collect():
-            kept = Records(folder).kept_layers((part.name, part.layer) for part in read)
-        if all(isinstance(part, FullModule) for part in read) and not held.tied and not problems:
-            problems.add(
-                f"{folder / WEIGHTS} holds no {config.title} tensors", f"Pass a {config.title} adapter saved by PEFT"
-            )
+        try:
+            kept = Records(folder).kept_layers((part.name, part.layer) for part in parts)
+        except ExpertError as error:
+            problems.keep(error)  # it names the folder
+
+        if all(isinstance(part, FullModule) for part in parts) and not held.tied and not problems:
+            title = held.config.title
+            problems.add(f"{WEIGHTS} holds no {title} tensors", f"Pass a {title} adapter saved by PEFT")
         problems.raise_if_any()
         return Adapter(
             source,
-            config,
+            held.config,
             file,
-            _in_order(read),
+            _in_order(parts),
             container,
             kept,
             held.ignored,
@@ -217,8 +249,12 @@ class Adapter:
 
 def _in_order(parts: Iterable[Part]) -> dict[str, Part]:
     """Parts by name: those without a layer first, then by layer and name; modules in full last."""
-    ordered = sorted(parts, key=lambda p: (isinstance(p, FullModule), -1 if p.layer is None else p.layer, p.name))
-    return {part.name: part for part in ordered}
+
+    def place(part: Part) -> tuple[bool, int, str]:
+        layer = -1 if part.layer is None else part.layer
+        return isinstance(part, FullModule), layer, part.name
+
+    return {part.name: part for part in sorted(parts, key=place)}
 
 
 def check_distinct(names: Mapping[str, str], whose: str) -> None:
@@ -261,7 +297,8 @@ def _missing(source: Source) -> ExpertError | NotFoundError | UnsupportedError:
             f"{folder} holds a sharded adapter",
             f"PEFT cannot load it either: save the tensors of all its files in one {WEIGHTS}",
         )
-    if below := source.subfolders_with(CONFIG):  # PEFT saves adapters with other names than `default` in subfolders
+    below = source.subfolders_with(CONFIG)  # PEFT saves adapters with other names than `default` in subfolders
+    if below:
         return NotFoundError(
             f"{source.name} has no {WEIGHTS} of its own", f"Pass one of the adapters in it: {and_more(below, 5)}"
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from adapterswap.kit.errors import Problems, UnsupportedError
@@ -39,6 +38,15 @@ _PLAIN_INITS = ("gaussian", "mica", "eva", "orthogonal")
 # Keys that PEFT has a default for, but that must not be null.
 _NOT_NULL = ("alpha_pattern", "bias", "lora_alpha", "lora_dropout", "r", "rank_pattern")
 
+# Keys of which PEFT loads only one.
+_NOT_TOGETHER = (
+    ("lora_bias", "use_dora"),
+    ("target_parameters", "use_dora"),
+    ("target_parameters", "lora_bias"),
+    ("target_parameters", "lora_dropout"),
+    ("target_parameters", "fan_in_fan_out"),
+)
+
 _RETRAIN = "Train it as a plain or rank-stabilized LoRA, or convert it with PEFT first"
 
 
@@ -60,7 +68,10 @@ def _refused_settings(settings: Settings, problems: Problems) -> None:
 def _changing_init(settings: Settings, problems: Problems) -> None:
     """Report an init that changed the base's weights. What an init did to A and B is in the tensors."""
     init, where = settings.content.get("init_lora_weights", True), settings.where
-    text = init.lower() if isinstance(init, str) else ""
+    text = ""
+    if isinstance(init, str):
+        text = init.lower()
+
     if text.startswith(CHANGING_INITS):
         problems.add(
             f"{where}: init_lora_weights is {shown(init)}, which changed the base's weights",
@@ -85,19 +96,15 @@ def _nulls(settings: Settings, problems: Problems) -> None:
 def _combinations(settings: Settings, problems: Problems) -> None:
     """Report settings of LoRA that PEFT refuses to load together."""
     content, where = settings
-    tokens = content.get("trainable_token_indices")
-    saved = content.get("modules_to_save") or ()
-    together = {
-        "lora_bias": ("use_dora",),
-        "target_parameters": ("use_dora", "lora_bias", "lora_dropout", "fan_in_fan_out"),
-    }
-    pairs = [
-        f"{key} and {other}" for key in together for other in together[key] if content.get(key) and content.get(other)
-    ]
+    pairs = [f"{key} and {other}" for key, other in _NOT_TOGETHER if content.get(key) and content.get(other)]
     if content.get("lora_bias") and content.get("init_lora_weights", True) not in (True, False):
         pairs.append("lora_bias and this init_lora_weights")
+
+    tokens = content.get("trainable_token_indices")
+    saved = content.get("modules_to_save") or ()
     if isinstance(tokens, dict) and any(name in saved for name in tokens):
         pairs.append("modules_to_save and trainable_token_indices of one module")
+
     for pair in pairs:
         problems.add(
             f"{where}: {pair} are set, which PEFT cannot load together", "Correct it, or save the adapter again"
@@ -105,36 +112,40 @@ def _combinations(settings: Settings, problems: Problems) -> None:
 
 
 class Keys(NamedTuple):
-    """The tensors of an adapter's file, how often each key occurs, the names of its modules, and its folder."""
+    """The tensors of an adapter's file, how often each key occurs, and the names of its modules."""
 
     file: TensorFile
     counts: Mapping[str, int]
     names: Iterable[str]
-    folder: Path
 
 
 def _twice(keys: Keys, problems: Problems) -> None:
-    if twice := [key for key, count in keys.counts.items() if count > 1]:
-        problems.add(
-            f"{keys.folder}: {twice[0]} is stored twice, under two names of the same module", "Save the adapter again"
-        )
+    twice = [key for key, count in keys.counts.items() if count > 1]
+    if twice:
+        problems.add(f"{twice[0]} is stored twice, under two names of the same module", "Save the adapter again")
 
 
 def _names(keys: Keys, problems: Problems) -> None:
     """Report names with other characters: they are printed, and written as regexes into PEFT's configs."""
     for name in keys.names:
         if not re.fullmatch(r"[\w.-]+", name):
-            problems.add(f"{keys.folder}: {name!r} is not a valid module name", "Save the adapter again with PEFT")
+            problems.add(f"{name!r} is not a valid module name", "Save the adapter again with PEFT")
 
 
 def _dtypes(keys: Keys, problems: Problems) -> None:
-    tensors = keys.file.tensors.values()
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        if dtype not in Dtype.FLOATS:
-            first, *others = (tensor.name for tensor in tensors if tensor.dtype == dtype)
-            named = f"{first} and {len(others)} more tensors are" if others else f"{first} is"
-            remedy = f"Save {'them' if others else 'it'} as one of {', '.join(Dtype.FLOATS)}"
-            problems.add(f"{keys.folder}: {named} {dtype}", remedy, kind=UnsupportedError)
+    """Report integers and floating-point numbers of 8 bits, once for each dtype."""
+    odd: dict[str, list[str]] = {}
+    for tensor in keys.file.tensors.values():
+        if tensor.dtype not in Dtype.FLOATS:
+            odd.setdefault(tensor.dtype, []).append(tensor.name)
+
+    dtypes = ", ".join(Dtype.FLOATS)
+    for dtype, (first, *others) in odd.items():
+        if others:
+            message = f"{first} and {len(others)} more tensors are {dtype}"
+            problems.add(message, f"Save them as one of {dtypes}", kind=UnsupportedError)
+        else:
+            problems.add(f"{first} is {dtype}", f"Save it as one of {dtypes}", kind=UnsupportedError)
 
 
 def check(read: object, problems: Problems) -> None:

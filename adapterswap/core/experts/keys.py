@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.gates import Keys, check
@@ -105,6 +104,9 @@ KINDS: dict[str, PeftKind] = {
 TRAINED_ROWS = "trainable_tokens_delta"
 TRAINED_TOKENS = _kind("trainable tokens", TRAINED_ROWS)
 """TRAINABLE_TOKENS: rows of embeddings and heads, without LoRA. They are blended row by row."""
+
+MISMATCH = "The file and its config do not belong together: save the adapter again"
+"""The remedy where tensors contradict the settings of their adapter."""
 
 _VIRTUAL = "it adds virtual tokens or states for the whole model, not for a module"
 
@@ -230,8 +232,10 @@ class ModuleKeys(str):
 
     def factors(self, *, embedding: bool = False) -> tuple[str, str]:
         """The keys under which PEFT stores A and B of a module."""
-        start, end = (f"{_PREFIX}{self}.lora_embedding_", "") if embedding else (f"{_PREFIX}{self}.lora_", ".weight")
-        return f"{start}A{end}", f"{start}B{end}"
+        module = f"{_PREFIX}{self}"
+        if embedding:
+            return f"{module}.lora_embedding_A", f"{module}.lora_embedding_B"
+        return f"{module}.lora_A.weight", f"{module}.lora_B.weight"
 
     @property
     def base_copy(self) -> str:
@@ -240,7 +244,9 @@ class ModuleKeys(str):
 
     def parameter_name(self, parameter: str) -> str:
         """The full name in the base of a parameter that an adapter holds in full; see `SortedKeys.saved`."""
-        return str(self) if self.is_bias else f"{self}.{parameter}"
+        if self.is_bias:
+            return str(self)
+        return f"{self}.{parameter}"
 
     def parameter(self, parameter: str, *, wrapped: bool = False) -> str:
         """The key under which PEFT stores a parameter of a module in `modules_to_save`, or a trained bias of the base.
@@ -248,7 +254,9 @@ class ModuleKeys(str):
         `wrapped` means that the bias belongs to an adapted module, which PEFT's layer wraps.
         """
         name = self.parameter_name(parameter)
-        return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}" if wrapped else f"{_PREFIX}{name}"
+        if wrapped:
+            return f"{_PREFIX}{name.removesuffix('.bias')}{_WRAPPED_BIAS}"
+        return f"{_PREFIX}{name}"
 
     def part(self, part: str) -> str:
         """The key under which PEFT stores a tensor (`part`) of a module."""
@@ -296,17 +304,17 @@ def misnamed(module: str) -> str | None:
 
 def copies_in(file: TensorFile) -> dict[str, Tensor]:
     """The copies of the base's weights in a PEFT adapter's file, by the names of their modules in the base."""
-    return {
-        key.removeprefix(_PREFIX).removesuffix(f".{_COPY}"): tensor
-        for stored, tensor in file.tensors.items()
-        if (key := canonical_key(stored)).startswith(_PREFIX) and key.endswith(f".{_COPY}")
-    }
+    copies: dict[str, Tensor] = {}
+    for stored, tensor in file.tensors.items():
+        key = canonical_key(stored)
+        if key.startswith(_PREFIX) and key.endswith(f".{_COPY}"):
+            copies[key.removeprefix(_PREFIX).removesuffix(f".{_COPY}")] = tensor
+    return copies
 
 
 def sort_keys(
     file: TensorFile,
     modules_to_save: Collection[str],
-    folder: Path,
     problems: Problems,
     *,
     kind: PeftKind | None = None,
@@ -318,14 +326,18 @@ def sort_keys(
     Args:
         file: the header.
         modules_to_save: the ends of the names of modules that were trained in full.
-        folder: the adapter's folder, for messages.
-        problems: collects mistakes.
+        problems: collects mistakes, whose messages begin with a key or the name of a module.
         kind: the kind of the adapter; None for LoRA.
         biases: whether biases of the base were trained.
         tokens: whether rows of embeddings or heads were trained (`trainable_token_indices`).
     """
-    canonical = {stored: stored if _BARE.fullmatch(stored) else canonical_key(stored) for stored in file.tensors}
+    canonical: dict[str, str] = {}
+    for stored in file.tensors:
+        is_bare = _BARE.fullmatch(stored) is not None
+        canonical[stored] = stored if is_bare else canonical_key(stored)
     keys = Counter(canonical.values())
+
+    # What each tensor is, by its module and its name within that
     rules = _Rules(keys, tuple(modules_to_save), kind, biases, tokens)
     tensors: dict[str, dict[str, dict[str, Tensor]]] = {"part": {}, "saved": {}, "shared": {}, "double": {}}
     unknown = []
@@ -337,18 +349,26 @@ def sort_keys(
             use, module, name = place
             tensors[use].setdefault(module, {})[name] = tensor
     if unknown:
-        _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), folder, problems)
+        _refuse_unknown(unknown, keys, kind, tuple(modules_to_save), problems)
+
+    # A and B come in pairs; tensors of other kinds stay as they are.
     parts: dict[str, PartTensors] = {}
-    for name, found in tensors["part"].items():
-        if _COPY in found and not any(match in found for match in _FACTOR_NAMES):
-            _refuse_copy(f"{name}.{_COPY}", folder, problems)
+    for name, own_tensors in tensors["part"].items():
+        if _COPY in own_tensors and own_tensors.keys().isdisjoint(_FACTOR_NAMES):
+            _refuse_copy(f"{name}.{_COPY}", problems)
         elif kind is not None:
-            parts[name] = found
-        elif pair := _pair_factors(name, found, folder, problems):
-            parts[name] = pair
+            parts[name] = own_tensors
+        else:
+            factors = _pair_factors(name, own_tensors, problems)
+            if factors is not None:
+                parts[name] = factors
+
     saved = tensors["saved"]
-    parameters = (f"{module}.{parameter}" for module in saved for parameter in saved[module])
-    check(Keys(file, keys, (*parts, *parameters), folder), problems)
+    names = [*parts]
+    for module, parameters in saved.items():
+        names += [f"{module}.{parameter}" for parameter in parameters]
+    check(Keys(file, keys, names), problems)
+
     renamed = any(stored != key for stored, key in canonical.items())
     return SortedKeys(parts, saved, tensors["shared"].get("", {}), renamed)
 
@@ -367,21 +387,37 @@ class _Rules(NamedTuple):
         kind, name = self.kind, key.removeprefix(_PREFIX)
         if name == key:
             shared = key.removeprefix(_ROOT)
-            return ("shared", "", shared) if kind is not None and shared in kind.shared else None
-        match = _FACTOR.fullmatch(name) if kind is None else None
-        if match and bool(match["embedding"]) != bool(match["weight"]):
-            return "part", match["name"], (match["embedding"] or "") + match["factor"]
+            if kind is None or shared not in kind.shared:
+                return None
+            return "shared", "", shared
+
+        # A factor: an embedding's has no `.weight` at its end, a module's has.
+        factor = None
+        if kind is None:
+            factor = _FACTOR.fullmatch(name)
+        if factor and bool(factor["embedding"]) != bool(factor["weight"]):
+            return "part", factor["name"], (factor["embedding"] or "") + factor["factor"]
+
+        # Another tensor that PEFT's layers hold
         if self.tokens and name.endswith(f".{TOKENS}"):
             return "saved", name.removesuffix(f".{TOKENS}"), TOKENS
-        for part in (*(LORA_PARTS if kind is None else kind.parts), _COPY):
+        own_parts = LORA_PARTS if kind is None else kind.parts
+        for part in (*own_parts, _COPY):
             if name.endswith(f".{part}"):
                 return "part", name.removesuffix(f".{part}"), part
-        if double := _DOUBLE.fullmatch(key):
+
+        # A copy, of which PEFT loads the tensor under the module's own name
+        double = _DOUBLE.fullmatch(key)
+        if double:
             ends = (double["end"], double["end"].partition(".")[2])
-            copied = any(f"{double['module']}.{end}" in self.keys for end in ends)
-            return ("double", "", key) if copied else None  # PEFT loads the tensor under the module's own name
+            if any(f"{double['module']}.{end}" in self.keys for end in ends):
+                return "double", "", key
+            return None
+
+        # A weight or bias of the base's, trained in full
         module, _, parameter = name.rpartition(".")
-        if holder := _saved_module(module, self.saved):
+        holder = _saved_module(module, self.saved)
+        if holder:
             return "saved", holder, name.removeprefix(f"{holder}.")
         if self.biases and parameter == "bias" and ".lora_" not in name:
             return "saved", f"{module.removesuffix('.base_layer')}.bias", "bias"
@@ -390,101 +426,101 @@ class _Rules(NamedTuple):
         return None
 
 
-def _refuse_unknown(
-    unknown: Iterable[str],
-    keys: Collection[str],
-    kind: PeftKind | None,
-    modules_to_save: tuple[str, ...],
-    folder: Path,
-    problems: Problems,
-) -> None:
-    """Report tensors whose keys mean nothing, or nothing that can be composed; `keys` are all keys."""
-    whole = []
-    for key in unknown:
-        refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
-        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}.{_COPY}" in keys:
-            problems.add(
-                f"{folder}: {key} is a copy of the base's bias, which PEFT saves beside LoRA on a head and loads into "
-                "the base",
-                "Load it with PEFT and save it with save_embedding_layers=False",
-                kind=UnsupportedError,
-            )
-        elif refused:
-            problems.add(
-                f"{folder}: {key} is {refused}, which is not part of s·B·A",
-                "Train it as a plain or rsLoRA",
-                kind=UnsupportedError,
-            )
-        elif key.startswith(_PREFIX) and (wrapped := _WRAPPED.fullmatch(key)):
-            own_key = f"{wrapped['module']}.{wrapped['end']}"
-            problems.add(
-                f"{folder}: {key} is a module trained in full under a name that PEFT does not write and cannot load",
-                f"Rename the tensor to {own_key}, as docs/own_adapters.md shows"
-                + ("" if wrapped["module"].endswith(modules_to_save) else ", and name its module in modules_to_save"),
-            )
-        elif key.startswith(_PREFIX) and _DOUBLE.fullmatch(key):
-            _refuse_copy(key.removeprefix(_PREFIX), folder, problems)
-        elif key.startswith(_PREFIX) and key.endswith(".weight") and ".lora_" not in key:
-            whole.append(key.removeprefix(_PREFIX))
-        else:
-            expected = (
-                f"a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight)"
-                if kind is None
-                else f"a tensor of {kind.title} as PEFT names it ({_PREFIX}MODULE.{min(kind.parts)})"
-            )
-            problems.add(
-                f"{folder}: {key} is neither {expected} nor in modules_to_save", "Save the adapter again with PEFT"
-            )
-    if whole:
-        _refuse_whole(whole, folder, problems)
-
-
 def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
     """The module in `modules_to_save` that `name` is or is inside of; the outermost one, which PEFT stores in full."""
     if not ends:
         return None
     if not name.endswith(ends) and not any(end in name for end in ends):
         return None
-    starts = (name[: match.start()] for match in re.finditer(r"\.|$", name))
-    return next((start for start in starts if start.endswith(ends)), None)
+    for dot in re.finditer(r"\.|$", name):
+        start = name[: dot.start()]
+        if start.endswith(ends):
+            return start
+    return None
 
 
-def _refuse_copy(key: str, folder: Path, problems: Problems) -> None:
+def _pair_factors(name: str, tensors: Mapping[str, Tensor], problems: Problems) -> FactorTensors | None:
+    """A module's factors, from the tensors of LoRA that the file has for it; None if some are missing."""
+    factors = [part for part in _FACTOR_NAMES if part in tensors]
+    a, b = _FACTOR_NAMES[:2]
+    if factors and factors[-1] in _FACTOR_NAMES[2:]:
+        a, b = _FACTOR_NAMES[2:]
+
+    if factors == [a, b]:
+        extras = {part: tensor for part, tensor in tensors.items() if part in LORA_PARTS}
+        return FactorTensors(tensors[a], tensors[b], a != "A", tensors.get(_COPY), extras)
+    missing = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in tensors)
+    problems.add(f"{name} has no {missing or 'one pair of factors'}", "Save the adapter again: A and B come in pairs")
+    return None
+
+
+def _refuse_unknown(
+    unknown: Iterable[str],
+    keys: Collection[str],
+    kind: PeftKind | None,
+    modules_to_save: tuple[str, ...],
+    problems: Problems,
+) -> None:
+    """Report tensors whose keys mean nothing, or nothing that can be composed; `keys` are all keys."""
+    whole = []
+    for key in unknown:
+        is_inside = key.startswith(_PREFIX)
+        name = key.removeprefix(_PREFIX)
+        refused = next((reason for end, reason in _REFUSED_KEYS.items() if key.endswith(end)), None)
+        wrapped = _WRAPPED.fullmatch(key)
+
+        if key.endswith(_WRAPPED_BIAS) and f"{key.removesuffix(_WRAPPED_BIAS)}.{_COPY}" in keys:
+            problems.add(
+                f"{key} is a copy of the base's bias, which PEFT saves beside LoRA on a head and loads into the base",
+                "Load it with PEFT and save it with save_embedding_layers=False",
+                kind=UnsupportedError,
+            )
+        elif refused:
+            problems.add(
+                f"{key} is {refused}, which is not part of s·B·A",
+                "Train it as a plain or rsLoRA",
+                kind=UnsupportedError,
+            )
+        elif is_inside and wrapped:
+            remedy = f"Rename the tensor to {wrapped['module']}.{wrapped['end']}, as docs/own_adapters.md shows"
+            if not wrapped["module"].endswith(modules_to_save):
+                remedy += ", and name its module in modules_to_save"
+            problems.add(
+                f"{key} is a module trained in full under a name that PEFT does not write and cannot load", remedy
+            )
+        elif is_inside and _DOUBLE.fullmatch(key):
+            _refuse_copy(name, problems)
+        elif is_inside and key.endswith(".weight") and ".lora_" not in key:
+            whole.append(name)
+        else:
+            expected = f"a LoRA factor as PEFT names it ({_PREFIX}MODULE.lora_A.weight)"
+            if kind is not None:
+                expected = f"a tensor of {kind.title} as PEFT names it ({_PREFIX}MODULE.{min(kind.parts)})"
+            problems.add(f"{key} is neither {expected} nor in modules_to_save", "Save the adapter again with PEFT")
+
+    # The adapter does not say whether whole weights are the base's own, and PEFT would load them.
+    if whole:
+        are = "are whole weights" if len(whole) > 1 else "is a whole weight"
+        problems.add(
+            f"{', '.join(sorted(whole))} {are}, as PEFT saves embeddings and heads with save_embedding_layers. "
+            "PEFT would replace the base's weights with it",
+            f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}. "
+            "If it was trained, name its module in modules_to_save of adapter_config.json",
+            kind=UnsupportedError,
+        )
+
+
+def _refuse_copy(key: str, problems: Problems) -> None:
     if key.endswith(_OF_TOKENS):
         problems.add(
-            f"{folder}: {key} is the whole embedding, which PEFT saves beside trained tokens if the vocabulary was "
-            "resized",
+            f"{key} is the whole embedding, which PEFT saves beside trained tokens if the vocabulary was resized",
             "Merge the adapter with PEFT's merge_and_unload and compose the full weights. If it has no new tokens, "
             f"load it with PEFT and save it with {_WITHOUT}",
             kind=UnsupportedError,
         )
         return
     problems.add(
-        f"{folder}: {key} is a copy of a module without LoRA, as PEFT saves it with save_embedding_layers",
+        f"{key} is a copy of a module without LoRA, as PEFT saves it with save_embedding_layers",
         f"Load the adapter with PEFT, and save it with {_WITHOUT}",
         kind=UnsupportedError,
     )
-
-
-def _refuse_whole(names: list[str], folder: Path, problems: Problems) -> None:
-    """Report whole weights: the adapter does not say whether they are the base's own, and PEFT would load them."""
-    are = "are whole weights" if len(names) > 1 else "is a whole weight"
-    problems.add(
-        f"{folder}: {', '.join(sorted(names))} {are}, as PEFT saves embeddings and heads with save_embedding_layers. "
-        "PEFT would replace the base's weights with it",
-        f"If it is the base's own, load the adapter with PEFT and save it with {_WITHOUT}. "
-        "If it was trained, name its module in modules_to_save of adapter_config.json",
-        kind=UnsupportedError,
-    )
-
-
-def _pair_factors(name: str, found: Mapping[str, Tensor], folder: Path, problems: Problems) -> FactorTensors | None:
-    """A module's factors, from the tensors of LoRA that were found for it; None if some are missing."""
-    factors = [part for part in _FACTOR_NAMES if part in found]
-    a, b = _FACTOR_NAMES[2:] if factors and factors[-1] in _FACTOR_NAMES[2:] else _FACTOR_NAMES[:2]
-    if factors == [a, b]:
-        extras = {part: tensor for part, tensor in found.items() if part in LORA_PARTS}
-        return FactorTensors(found[a], found[b], a != "A", found.get(_COPY), extras)
-    lacks = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in found) or "one pair of factors"
-    problems.add(f"{folder}: {name} has no {lacks}", "Save the adapter again: A and B come in pairs")
-    return None

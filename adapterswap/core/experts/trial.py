@@ -47,11 +47,16 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
     """How PEFT loads an adapter into its base.
 
     Args:
-        folder: the adapter's folder.
+        folder: the adapter's folder, which messages leave to the caller.
         base: the base's folder or Hub id; only its config is read.
         task_type: the adapter's.
         file: the header of its tensors.
         names: its modules, which the base must have.
+
+    Raises:
+        BaseModelError, NotFoundError: the base's config cannot be read.
+        ExpertError: PEFT refuses the adapter.
+        UnsupportedError: the base has not all of the modules.
     """
     import torch
     from peft import PeftConfig
@@ -59,11 +64,13 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
     model = empty_model(Reference(base).config()[0].folder, base, task_type=task_type)
     known_names = {name for name, _ in model.named_modules()}
     bare_names = {re.sub(r"(\.base_layer)+$", "", name) for name in names}
-    if unknown := sorted(bare_names - known_names):
+    unknown = sorted(bare_names - known_names)
+    if unknown:
         raise UnsupportedError(
-            f"{folder}: {base} has no module {and_more(unknown)} in the installed transformers",
+            f"{base} has no module {and_more(unknown)} in the installed transformers",
             misnamed(unknown[0]) or "Save the adapter again with this version of transformers and PEFT",
         )
+
     tensors = {canonical_key(key): torch.empty(tensor.shape, device="meta") for key, tensor in file.tensors.items()}
     try:
         with warnings.catch_warnings():
@@ -72,7 +79,7 @@ def load_into_base(folder: Path, base: str, task_type: str | None, file: TensorF
         return _load(model, config, tensors)
     except Exception as error:  # as in `try_in_peft`
         raise ExpertError(
-            f"PEFT cannot load {folder} into {base}: {reason_of(error)}",
+            f"PEFT cannot load it into {base}: {reason_of(error)}",
             "Correct adapter_config.json, or save the adapter again with PEFT",
         ) from None
 
@@ -88,12 +95,14 @@ def _load(model: Any, config: Any, tensors: Mapping[str, Any]) -> PeftTrial:
         warnings.simplefilter("ignore")
         adapted: Any = get_peft_model(model, config)
         outcome = set_peft_model_state_dict(adapted, dict(tensors), low_cpu_mem_usage=True)
-    modules = {
-        name: module for name, module in adapted.base_model.model.named_modules() if isinstance(module, BaseTunerLayer)
-    }
-    return PeftTrial(
-        frozenset(modules),
-        {name: module.parameter_name for name, module in modules.items() if isinstance(module, ParamWrapper)},
-        tuple(key for key in outcome.missing_keys if ".lora_" in key),
-        tuple(outcome.unexpected_keys),
-    )
+
+    adapted_names: set[str] = set()
+    parameters: dict[str, str] = {}
+    for name, module in adapted.base_model.model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            adapted_names.add(name)
+        if isinstance(module, ParamWrapper):
+            parameters[name] = module.parameter_name
+
+    missing = tuple(key for key in outcome.missing_keys if ".lora_" in key)
+    return PeftTrial(frozenset(adapted_names), parameters, missing, tuple(outcome.unexpected_keys))

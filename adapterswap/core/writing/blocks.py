@@ -50,13 +50,17 @@ class ResultTensor:
     def copied(self) -> Whole | None:
         """The tensor to copy byte for byte; None if the result must be computed."""
         source = self.slot.copied
-        return source if source is not None and source.tensor.dtype == self.place.dtype else None
+        if source is None or source.tensor.dtype != self.place.dtype:
+            return None
+        return source
 
     @property
     def matrix(self) -> tuple[int, int]:
         """The shape as (rows, columns): all axes but the last are rows, and a vector is one column."""
         shape = self.place.shape
-        return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (prod(shape), 1)
+        if len(shape) < 2:
+            return prod(shape), 1
+        return prod(shape[:-1]), shape[-1]
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,20 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     """
     slot, columns = result.slot, result.matrix[1]
     step = max(1, _COMPUTED // columns)
-    used = {source: change for span in slot.ranges for source, change in _stored(slot, span)}
+    used: dict[tuple[str, str], Whole] = {}
+    for span in slot.ranges:
+        used |= _stored(slot, span)
+
     for span in slot.ranges:
         entering = [source for source, _ in _stored(slot, span)]
         factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
+        origin = span.start if slot.matrices > 1 else 0
         height = span.stop - span.start
         for first, last in row_ranges(height, height if slot.is_held_whole else step):
             start, stop = span.start + first, span.start + last
-            parts = {}  # an expert on two sides is read and hashed once
+
+            # An expert on two sides is read and hashed once. What does not enter here is hashed all the same.
+            parts = {}
             for (expert, name), change in used.items():
                 if (expert, name) in entering:
                     shift = change.place_of(span.start) - span.start
@@ -177,14 +187,19 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                     parts[expert, name] = reader.elements(expert, change, *cut)
                 else:
                     reader.skip(expert, change, start * columns, stop * columns)
+
             stored = tuple(parts[source] for source in entering)
             whole, base = stored[: len(span.whole)], stored[len(span.whole) :]
             opaque = tuple(map(reader.opaque, span.opaque))
-            origin = span.start if slot.matrices > 1 else 0
-            yield Block(result, span, start, stop, whole, base, () if first else factors, opaque, origin)
-    for (expert, _), change in used.items() if slot.spans else ():
-        for first, last in row_ranges(max(0, change.tensor.shape[0] - slot.shape[0]), step):
-            reader.skip(expert, change, (slot.shape[0] + first) * columns, (slot.shape[0] + last) * columns)
+            own_factors = () if first else factors
+            yield Block(result, span, start, stop, whole, base, own_factors, opaque, origin)
+
+    # Of an expert's larger vocabulary, the rows that the result does not have
+    if slot.spans:
+        height = slot.shape[0]
+        for (expert, _), change in used.items():
+            for first, last in row_ranges(max(0, change.tensor.shape[0] - height), step):
+                reader.skip(expert, change, (height + first) * columns, (height + last) * columns)
 
 
 def _stored(slot: Slot, span: Span) -> list[tuple[tuple[str, str], Whole]]:
@@ -225,11 +240,11 @@ class _Reader:
         if term.lora.experts > 1 or term.change.within is not None:
             within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
             return self._of_expert(term.expert, term.lora, within, file)
-        a, b = (
-            SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
-            for tensor in (term.lora.a, term.lora.b)
+        lora = term.lora
+        return (
+            SourcePart(term.expert, lora.a, lora.a.read_bytes(file, 0, lora.a.nbytes)),
+            SourcePart(term.expert, lora.b, lora.b.read_bytes(file, 0, lora.b.nbytes)),
         )
-        return a, b
 
     def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[SourcePart, SourcePart]:
         """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
@@ -246,10 +261,15 @@ class _Reader:
         """All tensors of a module, including those that it shares."""
         file = self._files[term.change.path]
         tensors = {**term.change.part.tensors, **term.change.part.shared}
-        return {
-            name: SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
-            for name, tensor in tensors.items()
-        }
+        parts = {}
+        for name, tensor in tensors.items():
+            parts[name] = SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
+        return parts
+
+
+def _numbers(part: SourcePart, shape: tuple[int, ...]) -> Delta:
+    """A part's numbers in float32."""
+    return Dtype(part.tensor.dtype).unpack(part.raw, shape)
 
 
 Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
@@ -287,10 +307,11 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         result = block.result
         for part in block.parts:
             _check(part)
+
         if result.copied is not None:
             yield Chunk(result.place.start + block.start, block.whole[0].raw)
             continue
-        columns = result.matrix[1]
+
         if not result.slot.is_linear:
             try:
                 data = _nonlinear(block, kept_rows, seed)
@@ -302,7 +323,8 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
             if block.start == block.span.start:
                 product = _product(block, device, kept_rows)
             data = _linear(block, product, device)
-        size = Dtype.BYTES[result.place.dtype] * columns
+
+        size = Dtype.BYTES[result.place.dtype] * result.matrix[1]
         yield Chunk(result.place.start + block.start * size, data)
 
 
@@ -318,7 +340,8 @@ def _torch_dtype(dtype: str) -> Any:
     """torch's dtype for one that a file names."""
     import torch
 
-    return next(getattr(torch, name) for name, stored in Dtype.NAMES.items() if stored == dtype)
+    names = {stored: name for name, stored in Dtype.NAMES.items()}
+    return getattr(torch, names[dtype])
 
 
 def _tensor(part: SourcePart, device: str) -> Any:
@@ -341,11 +364,18 @@ def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
             b *= torch.from_numpy(rows).to(device)[:, None]
         if not bool(torch.isfinite(b).all()):
             raise too_large(term.lora.name)
-        lefts.append(a.T if term.change.transposed else b)
-        rights.append(b.T if term.change.transposed else a)
-    height = min(map(len, lefts), default=0)  # one expert's vocabulary may be larger
-    lefts = [left[:height] for left in lefts]
-    return _Product(torch.cat(lefts, dim=1), torch.cat(rights, dim=0)) if lefts else None
+        if term.change.transposed:  # (B·A)ᵀ = Aᵀ·Bᵀ
+            lefts.append(a.T)
+            rights.append(b.T)
+        else:
+            lefts.append(b)
+            rights.append(a)
+    if not lefts:
+        return None
+
+    height = min(map(len, lefts))  # one expert's vocabulary may be larger
+    left = torch.cat([left[:height] for left in lefts], dim=1)
+    return _Product(left, torch.cat(rights, dim=0))
 
 
 def needs_torch(slot: Slot, span: Span, device: str) -> bool:
@@ -355,8 +385,9 @@ def needs_torch(slot: Slot, span: Span, device: str) -> bool:
 
 def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
-    added = [share.coefficient or 0.0 for share in block.span.base]
-    return zip((*(term.coefficient for term in block.span.whole), *added), (*block.whole, *block.base), strict=True)
+    coefficients = [term.coefficient for term in block.span.whole]
+    coefficients += [share.coefficient or 0.0 for share in block.span.base]
+    return zip(coefficients, (*block.whole, *block.base), strict=True)
 
 
 def _summed(block: Block, kept_rows: Rows) -> Bytes:
@@ -366,28 +397,31 @@ def _summed(block: Block, kept_rows: Rows) -> Bytes:
         for coefficient, numbers in _addends(block, kept_rows):
             if coefficient != 1:
                 numbers *= np.float32(coefficient)  # in place: nothing else uses them
-            total = numbers if total is None else np.add(total, numbers, out=total)
+            if total is None:
+                total = numbers
+            else:
+                total += numbers
     assert total is not None
     return _finite(Dtype(block.result.place.dtype).pack(total), block)
 
 
 def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
     """The terms of a sum as the model stores them, each with its coefficient; the base comes last."""
-    slot, span, place = block.result.slot, block.span, block.result.place
+    slot, span, shape = block.result.slot, block.span, block.result.place.shape
     if not span.opaque:
-        yield from (
-            (coefficient, Dtype(part.tensor.dtype).unpack(part.raw, (-1,))) for coefficient, part in _weighted(block)
-        )
+        for coefficient, part in _weighted(block):
+            yield coefficient, _numbers(part, (-1,))
         return
-    (own,) = block.base
-    base = Dtype(own.tensor.dtype).unpack(own.raw, place.shape)
+
+    (base_part,) = block.base
+    base = _numbers(base_part, shape)
     for term, tensors in zip(span.opaque, block.opaque, strict=True):
         yield term.coefficient, _merged(term, tensors, base, slot)
     for full, part in zip(span.whole, block.whole, strict=True):
-        yield full.coefficient, Dtype(part.tensor.dtype).unpack(part.raw, place.shape)
+        yield full.coefficient, _numbers(part, shape)
     for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
         delta = _factors(low_rank, parts, kept_rows).rows()
-        yield low_rank.coefficient, delta.T if low_rank.change.transposed else delta
+        yield low_rank.coefficient, _turned(delta, low_rank.change.transposed)
     if span.rest:
         yield span.rest, base
 
@@ -427,17 +461,24 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
 
 def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
     """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
-    a, b = (Dtype(part.tensor.dtype).unpack(part.raw, part.tensor.shape) for part in parts)
+    a, b = (_numbers(part, part.tensor.shape) for part in parts)
     factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
     rows = kept_rows.get((term.side, term.lora.name))
-    return factors if rows is None else factors.masked(rows)
+    if rows is None:
+        return factors
+    return factors.masked(rows)
+
+
+def _turned(delta: Delta, is_across: bool) -> Delta:
+    """ΔW or its transpose: from out×in to the way in which the model stores the weight, or back."""
+    return delta.T if is_across else delta
 
 
 def _merged(
     term: Term[Opaque], tensors: Mapping[str, SourcePart], base: Delta, slot: Slot, *, as_delta: bool = False
 ) -> Delta:
     """An opaque term's W_i, or its ΔW_i, as the model stores it."""
-    decoded = {name: Dtype(part.tensor.dtype).unpack(part.raw, part.tensor.shape) for name, part in tensors.items()}
+    decoded = {name: _numbers(part, part.tensor.shape) for name, part in tensors.items()}
     return merged(term.change, slot.name.rpartition(".")[2], base, decoded, as_delta=as_delta)
 
 
@@ -446,47 +487,66 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     slot, place = block.result.slot, block.result.place
     rule = slot.rule
     assert rule is not None
-    own = block.base[0] if block.base else None  # all are parts of the base's weight
-    base = np.zeros(place.shape, np.float32) if own is None else Dtype(own.tensor.dtype).unpack(own.raw, place.shape)
     on_weights = rule.acts_on_weights
-    # If any term is stored in×out, all ΔW are transposed to out×in.
-    across = any(term.change.transposed for term in slot.terms)
-    by_side: dict[str, Delta] = {}
-    factors_of: dict[str, list[tuple[float, Factors]]] = {}
-    by_factors = rule.on_cores and not slot.whole and not slot.opaque
     name = slot.module if slot.name.endswith(".weight") else slot.name
-    if on_weights:  # the share of a side that is not whole weights is the base's
-        turned = base.T if across else base
-        for share in (term for term in block.span.base if term.coefficient):
-            by_side[share.side] = turned if share.coefficient == 1 else np.float32(share.coefficient) * turned
 
-    def enter(term: Term[Change], delta: Delta) -> None:
-        share = rule.sides[term.side][term.expert]
-        delta = delta if share == 1 else np.float32(share) * delta
-        by_side[term.side] = by_side[term.side] + delta if term.side in by_side else delta
+    # W_base, if it enters; all parts of the base are of this weight
+    base = np.zeros(place.shape, np.float32)
+    if block.base:
+        base = _numbers(block.base[0], place.shape)
+
+    # If any term is stored in×out, all ΔW are transposed to out×in.
+    is_across = any(term.change.transposed for term in slot.terms)
+
+    def packed(result: Delta) -> Bytes:
+        stored = _turned(result, is_across)
+        if not on_weights:
+            stored = base + stored
+        return _finite(Dtype(place.dtype).pack(stored), block)
 
     with np.errstate(all="ignore"):  # what overflows is found by `_finite`
+        # In the joint space of the factors, without dense ΔW
+        if rule.on_cores and not slot.whole and not slot.opaque:
+            shares_of: dict[str, list[tuple[float, Factors]]] = {}
+            for term, parts in zip(slot.low_rank, block.factors, strict=True):
+                share = rule.sides[term.side][term.expert]
+                shares_of.setdefault(term.side, []).append((share, _factors(term, parts, kept_rows)))
+
+            pairs = {}
+            for side, shares in shares_of.items():
+                joined = Factors.concatenated(shares)
+                pairs[side] = (joined.b, joined.a)
+            left, right = rule.combine_factors(pairs, seed=seed, module=name)
+            return packed(np.asarray(left @ right, np.float32))
+
+        # The ΔW_i, or the W_i, of each side. The share of a side that is not whole weights is the base's.
+        by_side: dict[str, Delta] = {}
+        if on_weights:
+            for own_share in block.span.base:
+                if own_share.coefficient == 1:
+                    by_side[own_share.side] = _turned(base, is_across)
+                elif own_share.coefficient:
+                    by_side[own_share.side] = np.float32(own_share.coefficient) * _turned(base, is_across)
+
+        def enter(term: Term[Change], delta: Delta) -> None:
+            share = rule.sides[term.side][term.expert]
+            if share != 1:
+                delta = np.float32(share) * delta
+            if term.side in by_side:
+                delta = by_side[term.side] + delta
+            by_side[term.side] = delta
+
         for whole, part in zip(slot.whole, block.whole, strict=True):
-            delta = Dtype(part.tensor.dtype).unpack(part.raw, place.shape)
-            delta = delta if on_weights else delta - base
-            enter(whole, delta.T if across else delta)
+            delta = _numbers(part, place.shape)
+            if not on_weights:
+                delta = delta - base
+            enter(whole, _turned(delta, is_across))
         for opaque, tensors in zip(slot.opaque, block.opaque, strict=True):
             delta = _merged(opaque, tensors, base, slot, as_delta=not on_weights)
-            enter(opaque, delta.T if across else delta)
+            enter(opaque, _turned(delta, is_across))
         for term, parts in zip(slot.low_rank, block.factors, strict=True):
-            factors = _factors(term, parts, kept_rows)
-            if by_factors:
-                factors_of.setdefault(term.side, []).append((rule.sides[term.side][term.expert], factors))
-            else:
-                enter(term, factors.rows())
-        if by_factors:
-            joined = {side: Factors.concatenated(parts) for side, parts in factors_of.items()}
-            pairs = {side: (factors.b, factors.a) for side, factors in joined.items()}
-            left, right = rule.combine_factors(pairs, seed=seed, module=name)
-            product = np.asarray(left @ right, np.float32)
-            return _finite(Dtype(place.dtype).pack(base + (product.T if across else product)), block)
+            enter(term, _factors(term, parts, kept_rows).rows())
+
         # In the rule's order, on which some methods depend.
         deltas = {side: by_side[side] for side in slot.weights if side in by_side}
-        merged = rule.combine(deltas, slot.weights, seed=seed, module=name)
-        merged = merged.T if across else merged
-        return _finite(Dtype(place.dtype).pack(merged if on_weights else base + merged), block)
+        return packed(rule.combine(deltas, slot.weights, seed=seed, module=name))

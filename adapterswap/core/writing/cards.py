@@ -62,22 +62,30 @@ def licence_of(folder: Path) -> Licence | None:
         text = read_small(path, "", limit=_MAX_BYTES).decode("utf-8")
     except (AdapterswapError, UnicodeDecodeError):
         return None
+
+    # The front matter stands first, between two lines of dashes. Reading YAML takes milliseconds.
     parts = text.replace("\r\n", "\n").split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip("\ufeff \n") or "license" not in parts[1]:  # reading YAML takes milliseconds
+    if len(parts) < 3 or parts[0].strip("\ufeff \n") or "license" not in parts[1]:
         return None
     try:
         front = parse_yaml(parts[1])
     except ValueError:
         return None
-    return _read(front) if isinstance(front, dict) else None
+    if not isinstance(front, dict):
+        return None
 
-
-def _read(front: Mapping[str, Any]) -> Licence | None:
     stated = front.get("license")
-    stated = ", ".join(stated) if isinstance(stated, list) and all(isinstance(s, str) for s in stated) else stated
-    fields = [stated, front.get("license_name"), front.get("license_link")]
-    values = [printable(value.strip())[:_MAX_NAME] if isinstance(value, str) else "" for value in fields]
-    return Licence(values[0].lower(), values[1], values[2]) if values[0] else None
+    if isinstance(stated, list) and all(isinstance(item, str) for item in stated):
+        stated = ", ".join(stated)
+    values = []
+    for field in (stated, front.get("license_name"), front.get("license_link")):
+        text = field if isinstance(field, str) else ""
+        values.append(printable(text.strip())[:_MAX_NAME])
+
+    license_id, name, link = values
+    if not license_id:
+        return None
+    return Licence(license_id.lower(), name, link)
 
 
 @dataclass(frozen=True)
@@ -102,16 +110,19 @@ class Licences:
     def front(self) -> dict[str, str]:
         """The keys of the result's front matter; none if an expert states no licence, or they differ."""
         distinct = set(self.stated.values())
-        common = distinct.pop() if len(distinct) == 1 else None
-        return common.front() if common else {}
+        if len(distinct) != 1:
+            return {}
+        (common,) = distinct
+        return common.front() if common is not None else {}
 
     def text(self) -> str:
         """A warning if licences differ, or a note if only some experts state one, as Markdown."""
         if self.warning is not None:
             return f"\n**Warning**: {escaped(self.warning)}.\n"
-        if any(self.stated.values()) and not all(self.stated.values()):
-            silent = " and ".join(escaped(name) for name, licence in self.stated.items() if licence is None)
-            return f"\nThis card declares no licence, because the card of {silent} does not state one.\n"
+        silent = [escaped(name) for name, licence in self.stated.items() if licence is None]
+        if silent and len(silent) < len(self.stated):
+            names = " and ".join(silent)
+            return f"\nThis card declares no licence, because the card of {names} does not state one.\n"
         return ""
 
 
@@ -119,6 +130,9 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")  # an undersc
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _HUB = "https://huggingface.co"
 _STUDY = "Bandarkar & Peng, 2025, arXiv:2505.18356"
+_SETTINGS = (
+    *ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms",
+)  # fmt: skip
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -137,28 +151,32 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
     """
     base = plan.base.public_name
     licences = Licences.of(plan)
-    is_lora = layout.config["peft_type"] == LORA
-    kind = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {layout.config['peft_type']}"
-    front = {
-        **({"base_model": base} if base and "/" in base else {}),
-        "library_name": "peft",
-        **licences.front(),
-        "tags": ["adapterswap", *(["lora"] if is_lora else []), "merge"],
-    }
-    layers, count = plan.slice, len(plan.experts)
-    how_made = (
-        f"composed from {count} expert{'s' * (count > 1)} by\n{_how_composed(plan)}"
-        if layers is None
-        else f"extracted from one expert:\nits {layers} and its modules outside the layers,"
-    )
-    remarks = [*map(escaped, [*record.origins, *plan.remarks]), *_conversion(record), *_truncation(record)]
+    peft_type = layout.config["peft_type"]
+    is_lora = peft_type == LORA
+
+    # The front matter, by which the Hub sorts models
+    tags = ["adapterswap", "lora", "merge"] if is_lora else ["adapterswap", "merge"]
+    front = {**_base_on_the_hub(base), "library_name": "peft", **licences.front(), "tags": tags}
+
+    # The first sentence
+    subject = "A LoRA adapter" if is_lora else f"An adapter of PEFT's type {peft_type}"
+    if base:
+        subject += f" for {escaped(base)}"
+    if plan.slice is None:
+        how_made = f"composed from {_counted_experts(plan)} by\n{_how_composed(plan)}"
+    else:
+        how_made = f"extracted from one expert:\nits {plan.slice} and its modules outside the layers,"
+
+    remarks = [escaped(remark) for remark in (*record.origins, *plan.remarks)]
+    remarks += [*_conversion(record), *_truncation(record)]
+
     return f"""---
 {dump_yaml(front).strip()}
 ---
 
 # {" + ".join(map(escaped, plan.experts))}
 
-{kind}{f" for {escaped(base)}" if base else ""}, {how_made} with adapterswap {__version__}.
+{subject}, {how_made} with adapterswap {__version__}.
 
 {_experts_table(plan, licences)}
 
@@ -174,35 +192,50 @@ def adapter_card(plan: Plan, record: CompositionRecord, layout: Layout) -> str:
 {_citation(plan)}"""
 
 
+def _base_on_the_hub(base: str | None) -> dict[str, str]:
+    """The key of the front matter that names an adapter's base, if that is on the Hub."""
+    if not base or "/" not in base:
+        return {}
+    return {"base_model": base}
+
+
+def _counted_experts(plan: Plan) -> str:
+    count = len(plan.experts)
+    return "1 expert" if count == 1 else f"{count} experts"
+
+
 def merged_card(plan: Plan, record: CompositionRecord) -> str:
     """The model card as Markdown with the Hub's YAML front matter."""
-    base = plan.base.weights.source.name if plan.base.weights else None
-    ids = [
-        name
-        for name in ([base] if base else [expert.source.name for expert in plan.checkpoints.values()])
-        if "/" in name
-    ]
+    # The front matter names the base or, without one, the experts, if they are on the Hub.
+    base = None
+    names = [expert.source.name for expert in plan.checkpoints.values()]
+    subject = "Full weights"
+    if plan.base.weights is not None:
+        base = plan.base.weights.source.name
+        names = [base]
+        subject += f" of {escaped(base)}"
+
+    ids = [name for name in names if "/" in name]
     licences = Licences.of(plan)
-    front = {
-        **({"base_model": ids, "base_model_relation": "merge"} if ids else {}),
-        "library_name": "transformers",
-        **licences.front(),
-        "tags": ["adapterswap", "merge"],
-    }
-    count = len(plan.experts)
+    front: dict[str, Any] = {}
+    if ids:
+        front |= {"base_model": ids, "base_model_relation": "merge"}
+    front |= {"library_name": "transformers", **licences.front(), "tags": ["adapterswap", "merge"]}
+
+    remarks = [escaped(remark) for remark in (*record.origins, *plan.remarks)]
     return f"""---
 {dump_yaml(front).strip()}
 ---
 
 # {" + ".join(map(escaped, plan.experts))}
 
-Full weights{f" of {escaped(base)}" if base else ""}, composed from {count} expert{"s" if count > 1 else ""} by
+{subject}, composed from {_counted_experts(plan)} by
 {_how_composed(plan)} with adapterswap {__version__}.
 
 {_experts_table(plan, licences)}
 
 {_layers(plan)}
-{_list(map(escaped, [*record.origins, *plan.remarks]))}{licences.text()}
+{_list(remarks)}{licences.text()}
 `adapterswap.json` records where every tensor came from, with SHA-256 hashes of the experts.
 `adapterswap verify path/to/this/folder` makes the weights again from their sources and compares the two.
 {_citation(plan)}"""
@@ -224,50 +257,59 @@ def loading(
         model_class: the class of transformers that loads the base, if the task is CAUSAL_LM.
     """
     revision = config.get("revision")
-    is_id, causal = base is not None and "/" in base, task_type == "CAUSAL_LM"
-    at = f', revision="{revision}"' if revision else ""
-    opened = f'{model_class}.from_pretrained("{base}"{at})' if is_id and causal else "..."
-    imports = f"from transformers import {model_class}\n" if is_id and causal else ""
-    parts = [
-        f"""With PEFT:
+    is_id = base is not None and "/" in base
+    is_causal = task_type == "CAUSAL_LM"
+
+    # Only a causal model on the Hub can be named here; anything else the reader loads as usual.
+    imports, opened = "", "...  # the base, loaded as usual"
+    if is_id and is_causal:
+        at = f', revision="{revision}"' if revision else ""
+        imports = f"from transformers import {model_class}\n"
+        opened = f'{model_class}.from_pretrained("{base}"{at})'
+
+    with_peft = f"""With PEFT:
 
 ```python
 from peft import PeftModel
 {imports}
-base_model = {opened}{"" if is_id and causal else "  # the base, loaded as usual"}
+base_model = {opened}
 model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 ```
 """
-    ]
     reason = Target.why_not_served(config)
     if reason is not None:
-        parts.append(
-            f"vLLM and llama.cpp read {reason}.\nTo serve this adapter with them, merge it into its base with "
-            "`adapterswap merge`.\n"
+        return (
+            f"{with_peft}\nvLLM and llama.cpp read {reason}.\nTo serve this adapter with them, merge it into its base "
+            "with `adapterswap merge`.\n"
         )
-    elif causal:
-        parts.append(_servers(config, base if is_id else None, str(revision) if revision else None))
-    return "\n".join(parts)
+    if not is_causal:
+        return with_peft
+    servers = _servers(config, base if is_id else None, str(revision) if revision else None)
+    return f"{with_peft}\n{servers}"
 
 
 def _servers(config: Mapping[str, object], base: str | None, revision: str | None) -> str:
+    ranks = [config.get("r")]
     pattern = config.get("rank_pattern")
-    ranks = [config.get("r"), *(pattern.values() if isinstance(pattern, Mapping) else ())]
+    if isinstance(pattern, Mapping):
+        ranks += pattern.values()
     rank = max(rank for rank in ranks if isinstance(rank, int))
     fitting = next((allowed for allowed in _VLLM_RANKS if allowed >= rank), None)
     at = f" --revision {revision}" if revision else ""
-    folder, first = "path/to/this/folder", ""
-    if not Target.has_one_scale(config):
-        folder = "portable"
-        first = f"adapterswap convert path/to/this/folder --layout portable -o {folder}\n"
 
     # vLLM has one scale for all modules and SGLang refuses patterns, so for them the scales are folded into B.
-    why = ", which applies one scale to all modules, in a layout with one rank and one scale" if first else ""
-    vllm = (
-        f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
-        f"`--max-rank {_VLLM_RANKS[-1]}`.\n"
-    )
-    if fitting is not None:
+    folder, why, first = "path/to/this/folder", "", ""
+    if not Target.has_one_scale(config):
+        folder = "portable"
+        why = ", which applies one scale to all modules, in a layout with one rank and one scale"
+        first = f"adapterswap convert path/to/this/folder --layout portable -o {folder}\n"
+
+    if fitting is None:
+        vllm = (
+            f"vLLM reads ranks up to {_VLLM_RANKS[-1]}, but this adapter has rank {rank}: compose it again with "
+            f"`--max-rank {_VLLM_RANKS[-1]}`.\n"
+        )
+    else:
         vllm = f"""With vLLM{why}:
 
 ```bash
@@ -296,26 +338,23 @@ def _how_composed(plan: Plan) -> str:
 
 def _experts_table(plan: Plan, licences: Licences) -> str:
     """A row for each expert: where it is from, its kind, role, rank and licence."""
+    roles = dict.fromkeys(plan.composition.task, "task") | dict.fromkeys(plan.composition.language, "language")
     rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
-    roles = {
-        name: role
-        for role, names in (("task", plan.composition.task), ("language", plan.composition.language))
-        for name in names
-    }
     for name, expert in plan.experts.items():
+        kind, rank = "full checkpoint", "–"
         adapter = plan.adapters.get(name)
-        ranks = sorted({module.rank for module in adapter.modules.values()}) if adapter else []
+        if adapter is not None:
+            kind = "LoRA adapter"
+            ranks = sorted({module.rank for module in adapter.modules.values()})
+            if len(ranks) == 1:
+                rank = str(ranks[0])
+            elif ranks:
+                rank = f"{ranks[0]}–{ranks[-1]}"
+
         licence = licences.stated[name]
-        rows.append(
-            (
-                escaped(name),
-                _link(expert.source),
-                "LoRA adapter" if adapter else "full checkpoint",
-                roles.get(name, "–"),
-                (f"{ranks[0]}–{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])) if ranks else "–",
-                escaped(str(licence)) if licence else "not stated",
-            )
-        )
+        licence_text = "not stated" if licence is None else escaped(str(licence))
+        rows.append((escaped(name), _link(expert.source), kind, roles.get(name, "–"), rank, licence_text))
+
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -345,19 +384,27 @@ def _layers(plan: Plan) -> str:
 def _settings(plan: Plan) -> str:
     """A line with the composition's settings, defaults filled in: zones, weights, the method's parameters."""
     settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
-    names = [*ZONES, "task_weight", "language_weight", "weights", "density", "scale", "seed", "row_threshold", "norms"]
-    values = {name: settled[name] for name in names if name in settled}
-    shown = [f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()]
-    return f"\nSettings: {escaped(', '.join(shown))}.\n" if shown else ""
+    texts = []
+    for name in _SETTINGS:
+        if name in settled:
+            value = settled[name]
+            number = f"{value:g}" if isinstance(value, float) else str(value)
+            texts.append(f"{name} {number}")
+    if not texts:
+        return ""
+    return f"\nSettings: {escaped(', '.join(texts))}.\n"
 
 
 def _size(layout: Layout) -> str:
     """The ranks, the scale, the number of parameters and the size of an adapter."""
     config = layout.config
-    ranks = sorted({config["r"], *config["rank_pattern"].values()}) if config.get("peft_type") == "LORA" else []
-    rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}" if ranks else ""
-    scale = "rank-stabilized scale α/√r" if config.get("use_rslora") else "scale α/r"
-    form = f"{rank}; {scale}" if ranks else f"PEFT's {config.get('peft_type')}"
+    form = f"PEFT's {config.get('peft_type')}"
+    if config.get("peft_type") == LORA:
+        ranks = sorted({config["r"], *config["rank_pattern"].values()})
+        rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}"
+        scale = "rank-stabilized scale α/√r" if config.get("use_rslora") else "scale α/r"
+        form = f"{rank}; {scale}"
+
     parameters = sum(math.prod(tensor.shape) for tensor in layout.tensors)
     dtypes = ", ".join(sorted({tensor.dtype for tensor in layout.tensors}))
     return f"{form}; {parameters:,} parameters in {dtypes}, {layout.nbytes / 1e6:.1f} MB."
@@ -370,9 +417,10 @@ def _conversion(record: CompositionRecord) -> list[str]:
         return []
     if not conversion.modules:
         return ["converted from a pickled file (adapter_model.bin)"]
+
     rank = _ranks(conversion.modules.values())
     error = escaped(error_text(conversion.relative_error or 0.0))
-    if conversion.peft_type == "LORA":
+    if conversion.peft_type == LORA:
         return [f"modules trained in full were converted to LoRA of {rank}: the relative error of their ΔW is {error}"]
     return [f"converted from {escaped(conversion.peft_type)} to rsLoRA of {rank}: the relative error of ΔW is {error}"]
 
@@ -381,6 +429,7 @@ def _truncation(record: CompositionRecord) -> list[str]:
     """A line on modules whose ΔW was truncated, if any."""
     if not record.reduced:
         return []
+
     worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
     rank = _ranks(record.reduced.values())
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
@@ -390,28 +439,35 @@ def _truncation(record: CompositionRecord) -> list[str]:
 
 def _ranks(modules: Iterable[Mapping[str, int | float]]) -> str:
     ranks = sorted({module["rank"] for module in modules})
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks from {ranks[0]} to {ranks[-1]}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks from {ranks[0]} to {ranks[-1]}"
 
 
 def _list(lines: Iterable[str]) -> str:
     text = "".join(f"- {line}\n" for line in lines)
-    return f"\n{text}" if text else ""
+    if not text:
+        return ""
+    return f"\n{text}"
 
 
 def _citation(plan: Plan) -> str:
     """The papers to cite for the methods used, with links."""
-    composition = plan.composition
     if plan.slice is not None:
         return ""
+
+    composition = plan.composition
     if composition.allocation is not None:
-        methods = [find_method("layer_swap"), *(find_method(slot.method) for slot in plan if slot.method != "linear")]
-        references = [method.reference for method in methods]
+        references = [find_method("layer_swap").reference]
+        references += [find_method(slot.method).reference for slot in plan if slot.method != "linear"]
     elif composition.partition is not None:
         references = [_STUDY]
     else:
         references = [find_method(composition.method).reference]
-        references += [_STUDY] if composition.method == "layer_swap" and plan.adapters else []
-    lines = [_ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", text) for text in dict.fromkeys(references)]
+        if composition.method == "layer_swap" and plan.adapters:
+            references.append(_STUDY)
+
+    lines = [_ARXIV.sub(r"[\g<0>](https://arxiv.org/abs/\1)", reference) for reference in dict.fromkeys(references)]
     return "\n## Citation\n" + _list(lines)
 
 
@@ -438,14 +494,16 @@ def extracted_card(
         rows: rows of a table of modules, rank and relative error.
         lost: a line for each reason why changes are missing.
     """
-    front = {
-        **({"base_model": base} if base and "/" in base else {}),
-        "library_name": "peft",
-        **(licence.front() if (licence := licence_of(full.source.folder)) else {}),
-        "tags": ["adapterswap", "lora"],
-    }
+    front: dict[str, Any] = {**_base_on_the_hub(base), "library_name": "peft"}
+    licence = licence_of(full.source.folder)
+    if licence is not None:
+        front |= licence.front()
+    front["tags"] = ["adapterswap", "lora"]
+
     table = "\n".join(rows)
-    missing = "".join(f"- {escaped(line)}\n" for line in lost)
+    missing = ""
+    if lost:
+        missing = f"\nChanged by the fine-tune and not in the adapter:\n{_list(map(escaped, lost))}"
     return f"""---
 {dump_yaml(front).strip()}
 ---
@@ -459,7 +517,7 @@ adapterswap {__version__}. Its relative error is {errors[0]:.4f} over the weight
 | | modules | rank | relative error |
 |---|---|---|---|
 {table}
-{f"{chr(10)}Changed by the fine-tune and not in the adapter:{chr(10)}{chr(10)}{missing}" if missing else ""}
+{missing}
 ## Use
 
 {loading(config, base, task_type=task_type, model_class=model_class)}

@@ -13,15 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from adapterswap.core.experts.adapter import Adapter, check_distinct
+from adapterswap.core.experts.adapter import check_distinct
 from adapterswap.core.experts.keys import KINDS, ModuleKeys
-from adapterswap.core.experts.parts import LoraModule
+from adapterswap.core.experts.parts import LoraModule, OpaqueModule
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
 from adapterswap.core.model.layers import ModelConfig, ModuleName, layer_container
 from adapterswap.core.model.sources import Reference, Source
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.copies import Comparable
 from adapterswap.core.writing.outputs import Form, Layout, Names
@@ -33,7 +32,7 @@ from adapterswap.kit.errors import (
     UnsupportedError,
     and_more,
 )
-from adapterswap.kit.files.tensorfile import Tensor, open_files
+from adapterswap.kit.files.tensorfile import open_files
 
 
 def check_form(plan: Plan, form: Form) -> None:
@@ -45,20 +44,28 @@ def check_form(plan: Plan, form: Form) -> None:
 
 def _check_shared(plan: Plan) -> None:
     """Check that experts whose modules share projections, such as VeRA's, have the same ones."""
-    parts = {term.expert: term.change.part for slot in plan for term in slot.opaque}
-    sharing = {name: part for name, part in parts.items() if part.peft_type in KINDS and KINDS[part.peft_type].shared}
+    sharing: dict[str, OpaqueModule] = {}
+    for slot in plan:
+        for term in slot.opaque:
+            kind = KINDS.get(term.change.part.peft_type)
+            if kind is not None and kind.shared:
+                sharing[term.expert] = term.change.part
     if len(sharing) < 2:
         return
+
     (first, ours), *others = sharing.items()
     with open_files(plan.adapters[expert].file for expert in sharing) as files:
 
-        def stored(expert: str, tensor: Tensor | None) -> Comparable | None:
-            return None if tensor is None else Comparable.of(tensor, files[plan.adapters[expert].file.path])
+        def is_one(name: str, expert: str, theirs: OpaqueModule) -> bool:
+            """Whether both hold a projection, and it is the same."""
+            if name not in ours.shared or name not in theirs.shared:
+                return False
+            own = Comparable.of(ours.shared[name], files[plan.adapters[first].file.path])
+            return own.is_one_with(Comparable.of(theirs.shared[name], files[plan.adapters[expert].file.path]))
 
         for expert, theirs in others:
             for name in sorted({*ours.shared, *theirs.shared}):
-                pair = stored(first, ours.shared.get(name)), stored(expert, theirs.shared.get(name))
-                if pair[0] is None or pair[1] is None or not pair[0].is_one_with(pair[1]):
+                if not is_one(name, expert, theirs):
                     raise UnsupportedError(
                         f"{first} and {expert} are {theirs.method} with different projections ({name}), but all "
                         "modules of an adapter share one",
@@ -78,6 +85,7 @@ def check_renaming(plan: Plan, layout: Layout) -> None:
     reference, config = plan.base.reference, plan.base.local.config
     if reference is None or config is None or not ModelConfig(config).architecture.renamed_twice:
         return
+
     import torch
     from peft import PeftConfig
 
@@ -102,6 +110,7 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
             default the first expert's names, if the base or its text-only class has all of them; names of transformers
             4 are updated, because PEFT converts the keys of the tensors but not the names in the config.
     """
+    # The names that the caller asks for
     if names in ("task", "language"):
         return _as_expert(plan, _expert_of(plan, names), model=None)
     if names is not None:
@@ -110,6 +119,8 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
         if names == "transformers4":
             canonical = {name: model.older(new) for name, new in canonical.items()}
         return _with_names(plan, canonical)
+
+    # Experts that were renamed to agree: the first one's names, if its model's text-only class has them
     if any(adapter.original for adapter in plan.adapters.values()):
         model = _names_of(plan)
         first = next(iter(plan.adapters))
@@ -119,21 +130,25 @@ def with_written_names(plan: Plan, names: Names | None = None) -> Plan:
             as_first = _as_expert(plan, first, model=model)
         except UnsupportedError:
             return plan
-        return as_first if model.are_text_only(as_first.slots) else plan
+        if model.are_text_only(as_first.slots):
+            return as_first
+        return plan
+
+    # Names that all experts share: those of transformers 4 are updated
     modules = list(plan.slots)
-    old = any(name.startswith(_OLD_PREFIX) for name in modules)
-    if not old and not _may_be_old(plan):
+    are_old = any(name.startswith(_OLD_PREFIX) for name in modules)
+    if not are_old and not _may_be_old(plan):
         return plan
     try:
         model = _names_of(plan)
     except AdapterswapError:
-        if old:
+        if are_old:
             raise
         return plan
     try:
         return _with_names(plan, _canonical(plan, model))
     except (BaseModelError, ExpertError):
-        if old or not model.are_text_only(modules):
+        if are_old or not model.are_text_only(modules):
             raise
         return plan
 
@@ -149,8 +164,12 @@ def _canonical(plan: Plan, model: Base) -> dict[str, str]:
     container = layer_container(plan.slots)
     names = {}
     for name, slot in plan.slots.items():
-        shapes = [(term.lora.out_features, term.lora.in_features) for term in slot.low_rank]
-        canonical = model.find(name, container, shapes[0] if shapes else None)
+        shape = None
+        if slot.low_rank:
+            lora = slot.low_rank[0].lora
+            shape = (lora.out_features, lora.in_features)
+
+        canonical = model.find(name, container, shape)
         if canonical is None and ModuleName(name).is_ahead(None, None):
             canonical = name  # transformers does not load it
         if canonical is None:
@@ -166,16 +185,16 @@ def _canonical(plan: Plan, model: Base) -> dict[str, str]:
 def _expert_of(plan: Plan, side: Literal["task", "language"]) -> str:
     """The first expert of a side."""
     composition = plan.composition
-    by_rules = composition.allocation is not None
-    sides = {} if by_rules else {"task": composition.task, "language": composition.language}
-    expert = next((name for name in sides.get(side, ()) if name in plan.adapters), None)
-    if expert is None:
-        raise ArgumentError(
-            f"`names` is {side!r}, but the composition has no {side} expert",
-            "Pass `names=transformers5` or `names=transformers4`, or leave it out",
-            parameter="names",
-        )
-    return expert
+    if composition.allocation is None:  # rules have no sides
+        experts = composition.task if side == "task" else composition.language
+        for name in experts:
+            if name in plan.adapters:
+                return name
+    raise ArgumentError(
+        f"`names` is {side!r}, but the composition has no {side} expert",
+        "Pass `names=transformers5` or `names=transformers4`, or leave it out",
+        parameter="names",
+    )
 
 
 def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
@@ -183,17 +202,21 @@ def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
     adapter = plan.adapters[expert]
     if not any(other.original for other in plan.adapters.values()):
         return plan  # all experts use the same names
-    model = model or _names_of(plan)
-    own_names = _own_names(adapter)
+    base = model or _names_of(plan)
+    own_names = adapter.original or {name: name for name in adapter.parts}  # canonical name → the name in the file
+
+    # The first scheme of names that explains those in the file
     schemes: list[Callable[[str], str | None]] = [
         lambda name: name,
-        model.older,
-        lambda name: _in_class_of(model, name, own_names),
+        base.older,
+        lambda name: _in_class_of(base, name, own_names),
     ]
     scheme = next((scheme for scheme in schemes if _explains(scheme, own_names)), lambda name: None)
+
     names: dict[str, str] = {}
     for name in plan.slots:
-        if (name_in_file := own_names.get(name) or scheme(name)) is None:
+        name_in_file = own_names.get(name) or scheme(name)
+        if name_in_file is None:
             raise UnsupportedError(
                 f"{expert} names its modules like {next(iter(own_names.values()))}, but {name} has no name "
                 "of this form",
@@ -202,11 +225,6 @@ def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
             )
         names[name] = name_in_file
     return _with_names(plan, names)
-
-
-def _own_names(adapter: Adapter) -> Mapping[str, str]:
-    """Canonical name → the name in the file."""
-    return adapter.original or {name: name for name in adapter.parts}
 
 
 def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str]) -> bool:
@@ -220,7 +238,9 @@ def _explains(scheme: Callable[[str], str | None], own_names: Mapping[str, str])
 def _in_class_of(model: Base, name: str, own_names: Mapping[str, str]) -> str | None:
     """The name in the model class that `own_names` come from, which is known by the prefix of its layers."""
     moved = model.exchange(name, model.container, layer_container(own_names.values()))
-    return name if moved is None and ModuleName(name.removesuffix(".bias")).is_head else moved
+    if moved is None and ModuleName(name.removesuffix(".bias")).is_head:
+        return name
+    return moved
 
 
 def _may_be_old(plan: Plan) -> bool:
@@ -244,16 +264,23 @@ def _may_be_old(plan: Plan) -> bool:
 
 def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
     """The plan with its slots under other names."""
-    for in_full in (False, True):
-        check_distinct({n: names[n] for n, slot in plan.slots.items() if slot.in_full == in_full}, "The composition")
+    # No two modules with factors, and no two that are stored whole, may get one name.
+    adapted: dict[str, str] = {}
+    saved: dict[str, str] = {}
+    for name, slot in plan.slots.items():
+        names_of_kind = saved if slot.in_full else adapted
+        names_of_kind[name] = names[name]
+    check_distinct(adapted, "The composition")
+    check_distinct(saved, "The composition")
     if all(new == name for name, new in names.items()):
         return plan
-    return replace(plan, slots={names[name]: _renamed(slot, names[name]) for name, slot in plan.slots.items()})
 
-
-def _renamed(slot: Slot, name: str) -> Slot:
-    terms = tuple(replace(term, change=term.change.at(name)) for term in slot.terms)
-    return replace(slot, name=name, terms=terms)
+    slots = {}
+    for old, slot in plan.slots.items():
+        new = names[old]
+        terms = tuple(replace(term, change=term.change.at(new)) for term in slot.terms)
+        slots[new] = replace(slot, name=new, terms=terms)
+    return replace(plan, slots=slots)
 
 
 def loadable_form(plan: Plan, form: Form) -> Form:
@@ -263,22 +290,34 @@ def loadable_form(plan: Plan, form: Form) -> Form:
     copy with the same rank and alpha, the layout `exact` has no patterns, and is kept; but not if the scale is α/√r:
     PEFT doubles both for the fused gates, which is right for α/r only.
     """
-    is_kept = first_fused(plan) is None or _is_uniform(plan, form)
-    return form if is_kept else replace(form, layout="portable")
+    if first_fused(plan) is None or _is_uniform(plan, form):
+        return form
+    return replace(form, layout="portable")
 
 
 def first_fused(plan: Plan) -> str | None:
     """The first module of a plan that PEFT fuses with others; None if there is none."""
-    return next((name for name, slot in plan.modules.items() if ModuleKeys(name).is_fused and slot.terms), None)
+    for name, slot in plan.modules.items():
+        if slot.terms and ModuleKeys(name).is_fused:
+            return name
+    return None
 
 
 def _is_uniform(plan: Plan, form: Form) -> bool:
     """Whether every module is a copy of plain LoRA, and all have one rank and alpha."""
     if form.max_rank is not None or form.max_error is not None or not all(slot.owner for slot in plan.modules.values()):
         return False
-    copies = [slot.terms[0].lora if slot.terms else None for slot in plan.modules.values()]
-    stabilized = any(lora.rslora for lora in copies if lora)
-    return not stabilized and len({lora and (lora.rank, lora.alpha) for lora in copies}) == 1
+
+    pairs: set[tuple[int, float] | None] = set()  # None is for a module that stays the base's
+    for slot in plan.modules.values():
+        if not slot.terms:
+            pairs.add(None)
+            continue
+        lora = slot.terms[0].lora
+        if lora.rslora:
+            return False
+        pairs.add((lora.rank, lora.alpha))
+    return len(pairs) == 1
 
 
 def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) -> bool:
@@ -293,10 +332,12 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
         return False
     matches = [_KNOWN_EXPERT.fullmatch(part.name) for part in parts]
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    return {int(match[1]) for match in matches if match} == set(range(count or 0)) and all(
-        match is not None and shapes[match[2]] == (part.out_features, part.in_features)
-        for match, part in zip(matches, parts, strict=True)
-    )
+    experts: set[int] = set()
+    for match, part in zip(matches, parts, strict=True):
+        if match is None or shapes[match[2]] != (part.out_features, part.in_features):
+            return False
+        experts.add(int(match[1]))
+    return experts == set(range(count or 0))
 
 
 def check_fusing(plan: Plan) -> None:
@@ -304,12 +345,17 @@ def check_fusing(plan: Plan) -> None:
 
     The check loads factors of rank 1 for one layer into an empty model with PEFT.
     """
-    if (module := first_fused(plan)) is None:
+    module = first_fused(plan)
+    if module is None:
         return
     reference = Reference.to_base(plan.base.reference)
-    modules = {name: part for adapter in plan.adapters.values() for name, part in adapter.modules.items()}
-    if _is_known_to_fuse(reference.config()[1], [part for name, part in modules.items() if ModuleKeys(name).is_fused]):
+    modules: dict[str, LoraModule] = {}
+    for adapter in plan.adapters.values():
+        modules |= adapter.modules
+    fused = [part for name, part in modules.items() if ModuleKeys(name).is_fused]
+    if _is_known_to_fuse(reference.config()[1], fused):
         return
+
     import torch
     from peft import LoraConfig
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from adapterswap.core.experts.config import scale
+from adapterswap.core.experts.keys import LORA
 from adapterswap.kit.errors import BaseModelError
 
 
@@ -27,9 +28,13 @@ class Shape:
     @staticmethod
     def of_scale(rank: int, rslora: bool, wanted: float) -> Shape:
         """The shape with the alpha that gives the scale `wanted`, and the exact scale that PEFT computes from it."""
-        alpha = wanted * (math.sqrt(rank) if rslora else rank)
+        alpha = wanted * rank
+        if rslora:
+            alpha = wanted * math.sqrt(rank)
+
         # PEFT's own configs hold whole numbers, so round alpha if it differs from one only by rounding.
-        alpha = round(alpha) if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15) else alpha
+        if round(alpha) and math.isclose(alpha, round(alpha), rel_tol=1e-15):
+            alpha = round(alpha)
         return Shape.of_alpha(rank, alpha, rslora)
 
 
@@ -66,20 +71,33 @@ def adapter_config(
         variant: settings for a variant of LoRA in all modules, such as `use_dora`.
     """
     check_base_name(base_model)
-    rank, alpha = common or most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    if common is None:
+        common = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
+    rank, alpha = common
+
     # PEFT matches a pattern after any dot, and the first match wins, so longer names go first.
-    names = sorted(shapes, key=lambda name: (-name.count("."), name))
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name in sorted(shapes, key=lambda name: (-name.count("."), name)):
+        if shapes[name].rank != rank:
+            ranks[name] = shapes[name].rank
+        if shapes[name].alpha != alpha:
+            alphas[name] = _as_whole_number(shapes[name].alpha)
+
+    classes: dict[str, Any] = {}
+    if auto_mapping and task_type is None:
+        classes["auto_mapping"] = dict(auto_mapping)
     return {
-        "peft_type": "LORA",
+        "peft_type": LORA,
         "task_type": task_type,
-        **({"auto_mapping": dict(auto_mapping)} if auto_mapping and task_type is None else {}),
+        **classes,
         "base_model_name_or_path": base_model,
         "revision": revision,
         "r": rank,
         "lora_alpha": _as_whole_number(alpha),
         "use_rslora": rslora,
-        "rank_pattern": {name: shapes[name].rank for name in names if shapes[name].rank != rank},
-        "alpha_pattern": {name: _as_whole_number(shapes[name].alpha) for name in names if shapes[name].alpha != alpha},
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
         "target_modules": sorted(shapes),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -100,4 +118,4 @@ def _as_whole_number(alpha: float) -> float:
 def most_common(values: Iterable[Any], *, default: Any) -> Any:
     """The most frequent value, or the smallest of them in a tie; `default` if there are no values."""
     counted = Counter(values)
-    return min(counted, key=lambda value: (-counted[value], value)) if counted else default
+    return min(counted, key=lambda value: (-counted[value], value), default=default)

@@ -86,7 +86,9 @@ class SourceRecord(_Written):
     @property
     def reference(self) -> str | None:
         """The Hub id with its commit; None for anything else, since paths in a record are never followed."""
-        return str(self) if self.revision and Reference(str(self)).hub_id else None
+        if self.revision and Reference(str(self)).hub_id:
+            return str(self)
+        return None
 
     @staticmethod
     def of_adapter(adapter: Adapter, sha256: str) -> SourceRecord:
@@ -108,10 +110,15 @@ class SourceRecord(_Written):
         config = source.folder / MODEL_CONFIG
         if config_sha256 is None and os.path.exists(config):
             config_sha256 = sha256_of(config)
-        fields: dict[str, Any] = {"sha256": {MODEL_CONFIG: config_sha256} if config_sha256 else {}}
-        if source.revision is None:
-            fields["fingerprints"] = base_fingerprints(source.folder)
-        return SourceRecord(source=source.name, revision=source.revision, **fields)
+        sha256: dict[str, str] = {}
+        if config_sha256 is not None:
+            sha256[MODEL_CONFIG] = config_sha256
+
+        if source.revision is not None:
+            return SourceRecord(source=source.name, revision=source.revision, sha256=sha256)
+        return SourceRecord(
+            source=source.name, revision=None, sha256=sha256, fingerprints=base_fingerprints(source.folder)
+        )
 
     @staticmethod
     def of_shards(checkpoint: Checkpoint, sha256: Mapping[str, str]) -> SourceRecord:
@@ -130,8 +137,9 @@ class SourceRecord(_Written):
 
     def with_fingerprints(self, base: Source) -> SourceRecord:
         """The record of a base with the fingerprints of its weights, by which later steps know a local base."""
-        prints = base.identity
-        return self.model_copy(update={"fingerprints": prints}) if prints else self
+        if not base.identity:
+            return self
+        return self.model_copy(update={"fingerprints": base.identity})
 
 
 class Origin(_Partial):
@@ -151,10 +159,16 @@ class Origin(_Partial):
         if self.extraction is not None:
             return f"was extracted from {self.extraction.full}"
         if self.start is not None:
-            start = f"was trained {'on top of' if self.start.mode else 'from'} {self.start}"
-            return start + (f", which {self.start.origin}" if self.start.origin else "")
+            preposition = "on top of" if self.start.mode else "from"
+            text = f"was trained {preposition} {self.start}"
+            if self.start.origin:
+                text += f", which {self.start.origin}"
+            return text
+
         sources = ", ".join(f"{name} ({source})" for name, source in self.experts.items())
-        return f"was composed from {sources}" if self.slice is None else f"keeps the {self.slice} of {sources}"
+        if self.slice is not None:
+            return f"keeps the {self.slice} of {sources}"
+        return f"was composed from {sources}"
 
 
 class SliceRecord(_Written):
@@ -174,8 +188,11 @@ class SliceRecord(_Written):
         texts = {stack: format_layers(layers) for stack, layers in kept.by_stack.items()}
         if len(texts) > 1:
             return {"slice": cls(layers={stack: text for stack, text in texts.items() if stack is not None})}
+
         [(stack, text)] = texts.items()
-        return {"slice": cls(layers=text, stack=stack) if stack else cls(layers=text)}
+        if stack is None:
+            return {"slice": cls(layers=text)}
+        return {"slice": cls(layers=text, stack=stack)}
 
     def __str__(self) -> str:
         try:
@@ -252,15 +269,17 @@ class CompositionRecord(_Written):
     )
 
     def check(self) -> None:
-        known_names = {*self.experts, BASE}
-        named = {name for owner in self.modules.values() for name in ([owner] if isinstance(owner, str) else owner)}
-        if not named <= known_names:
+        owners: set[str] = set()
+        for owner in self.modules.values():
+            owners.update([owner] if isinstance(owner, str) else owner)
+        if not owners <= {*self.experts, BASE}:
             raise ValueError("a module names an expert that is not among the experts")
 
     def content(self) -> dict[str, Any]:
         content = super().content()
         modules = content.pop("modules")
-        return {**content, "tensors" if self.kind == "model" else "modules": modules}
+        key = "tensors" if self.kind == "model" else "modules"
+        return {**content, key: modules}
 
     @property
     def origins(self) -> list[str]:
@@ -272,6 +291,8 @@ class CompositionRecord(_Written):
         recorded = self.modules.get(module)
         if not isinstance(recorded, dict):
             return recorded
+
+        # Coefficients that are those of a whole average belong to that.
         for rule in self.rules:
             members = rule.averages.get(rule.expert or "")
             if members and recorded == {name: 1 / len(members) for name in members if name != BASE}:
@@ -322,17 +343,25 @@ class CompositionRecord(_Written):
             "adapterswap_version": __version__,
             "num_layers": plan.num_layers,
         }
-        if plan.is_model:
-            named = plan.base.weights.source if plan.base.weights else None
-            fields |= {"kind": "model", "base_model": named and named.name, "base_revision": named and named.revision}
-        else:
+        if not plan.is_model:
             fields |= {"base_model": plan.base.public_name, "base_revision": plan.base.revision}
+        elif plan.base.weights is None:
+            fields |= {"kind": "model", "base_model": None, "base_revision": None}
+        else:
+            source = plan.base.weights.source
+            fields |= {"kind": "model", "base_model": source.name, "base_revision": source.revision}
         fields |= SliceRecord.of(plan.kept_layers)
         fields["base"] = base
         fields["companions"] = plan.companions.record if companions else {}
-        rows = {slot.name: {f"{s.start}-{s.stop - 1}": s.made_of for s in slot.spans} for slot in plan if slot.spans}
+
+        # Embeddings and heads with new tokens, by ranges of rows
+        rows = {}
+        for slot in plan:
+            if slot.spans:
+                rows[slot.name] = {f"{span.start}-{span.stop - 1}": span.made_of for span in slot.spans}
         if rows:
             fields["rows"] = rows
+
         return CompositionRecord(
             composition=plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints)),
             experts=dict(experts),
@@ -437,7 +466,8 @@ def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
     source = expert.source
     if expert.base_fingerprints:
         fields["base_fingerprints"] = dict(expert.base_fingerprints)
-    if (origin := origin_of(source.folder)) is not None:
+    origin = origin_of(source.folder)
+    if origin is not None:
         fields["origin"] = origin
     return SourceRecord(source=source.name, revision=source.revision, **fields)
 
@@ -445,10 +475,12 @@ def _source(expert: Adapter | Checkpoint, **fields: Any) -> SourceRecord:
 def origin_of(folder: Path) -> Origin | None:
     """How the expert in a folder was made, by its own record; None if adapterswap made it from nothing but its base."""
     record = read_record(folder)
+    content: dict[str, Any]
     if record is None:
-        if "start" not in (trained := Records(folder).training()):
+        training = Records(folder).training()
+        if "start" not in training:
             return None
-        content: dict[str, Any] = _shortened({"start": trained["start"]}, _DEPTH - 1)
+        content = _shortened({"start": training["start"]}, _DEPTH - 1)
     elif isinstance(record, ExtractionRecord):
         content = {"extraction": record.extraction.model_dump(mode="json", exclude_unset=True)}
     else:
@@ -459,7 +491,11 @@ def origin_of(folder: Path) -> Origin | None:
 
 def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
     """An origin, cut off after this many generations."""
-    for expert in (*origin.get("experts", {}).values(), *([origin["start"]] if "start" in origin else [])):
+    sources = [*origin.get("experts", {}).values()]
+    if "start" in origin:
+        sources.append(origin["start"])
+
+    for expert in sources:
         if not generations:
             expert.pop("origin", None)
         elif isinstance(expert.get("origin"), dict):

@@ -69,6 +69,8 @@ def approximate(
     matrix = torch.from_numpy(delta).to(device)
     norm = float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
     limit = min(*delta.shape, rank or min(delta.shape))
+
+    # Sample more singular values until the error is reached
     size = limit if error is None else min(limit, _FIRST)
     while True:
         u, sigma, vt = _decompose(matrix, size)
@@ -77,7 +79,14 @@ def approximate(
         if error is None or errors[size - 1] <= error or size == limit:
             break
         size = min(2 * size, limit)
-    keep = size if error is None else int(next((i + 1 for i, e in enumerate(errors[:size]) if e <= error), size))
+
+    # Keep as few of them as reach it
+    keep = size
+    if error is not None:
+        reached = np.flatnonzero(errors[:size] <= error)
+        if len(reached):
+            keep = int(reached[0]) + 1
+
     root = sigma[:keep].sqrt()
     factors = Factors((root[:, None] * vt[:keep]).cpu().numpy(), (u[:, :keep] * root).cpu().numpy())
     return Truncated(factors, sigma[:keep].cpu().numpy(), float(errors[keep - 1]))
@@ -91,7 +100,9 @@ def _decompose(matrix: Any, size: int) -> tuple[Any, Any, Any]:
     if smaller <= _SMALL or size * _SHARE > smaller:
         u, sigma, vt = torch.linalg.svd(matrix, full_matrices=False)
         return u, sigma, vt
-    with torch.random.fork_rng(devices=[matrix.device] if matrix.is_cuda else []):
+
+    devices = [matrix.device] if matrix.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)  # the same bytes every time
         u, sigma, v = torch.svd_lowrank(matrix, q=size + _OVERSAMPLING, niter=_POWER_ITERATIONS)
     return u, sigma, v.T
@@ -122,13 +133,15 @@ def reduce(
     to_reduce = [module for module in plan.modules.values() if form.reduces(module)]
     if not to_reduce:
         return {}
+
     reduced, spool = {}, Spool()
     with FactorReader.open(plan.adapters) as read:
 
         def reduce_one(module: Slot) -> Reduced:
             try:
                 with np.errstate(all="ignore"):  # overflow is detected below, and by `finite_bytes`
-                    if _on_cores(module) or module.is_linear:
+                    has_factors = module.is_linear or (module.rule is not None and module.rule.on_cores)
+                    if has_factors:
                         return _truncated(module, resolved, form, read, spool)
                     result = approximate(dense_delta(module, resolved, read), rank=form.max_rank, error=form.max_error)
                     return _as_tensors(module, result, plan, form, spool)
@@ -136,57 +149,61 @@ def reduce(
                 raise too_large(module.name) from None
 
         low_rank = [module for module in to_reduce if module.has_low_rank]
-        dense = [module for module in to_reduce if not module.has_low_rank]  # torch has its own threads
-        for modules, results in ((low_rank, map_in_threads(reduce_one, low_rank)), (dense, map(reduce_one, dense))):
-            for module, result in zip(modules, results, strict=True):
-                reduced[module.name] = result
+        for module, result in zip(low_rank, map_in_threads(reduce_one, low_rank), strict=True):
+            reduced[module.name] = result
+            progress(module.name)
+
+        for module in to_reduce:
+            if not module.has_low_rank:  # torch has its own threads
+                reduced[module.name] = reduce_one(module)
                 progress(module.name)
     return {module.name: reduced[module.name] for module in to_reduce}
 
 
-def _on_cores(module: Slot) -> bool:
-    return module.rule is not None and module.rule.on_cores
-
-
 def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader, spool: Spool) -> Reduced:
     """Truncate a linear blend, or a method's result in factors, in its joint core."""
-    parts = _parts(module, resolved, read)
-    joint, weights = Joint([factors for _, factors in parts]), [coefficient for coefficient, _ in parts]
-    error = None if module.owner else form.max_error
-    spectrum, rank, lost = joint.cut(weights, rank=form.max_rank, error=error)
-    scale, dtype, first = _written_form(module, rank, resolved.plan, form)
+    coefficients, factors = _blend(module, resolved, read)
+    joint = Joint(factors)
+    error = None if module.owner else form.max_error  # copies are cut only to a rank
+    spectrum, rank, lost = joint.cut(coefficients, rank=form.max_rank, error=error)
+
     # The scale is split between the factors, so that both stay in the range of a half-precision dtype.
-    mixture, root = joint.mixture(weights, spectrum, rank), math.sqrt(abs(scale))
+    scale, dtype, first = _written_form(module, rank, resolved.plan, form)
+    mixture, root = joint.mixture(coefficients, spectrum, rank), math.sqrt(abs(scale))
     a_key, b_key = first.keys
-    a = _rounded([factors.a for _, factors in parts], mixture.right.T / root, 0, dtype, a_key, spool)
+    a = _rounded([pair.a for pair in factors], mixture.right.T / root, 0, dtype, a_key, spool)
     left = math.copysign(1 / root, scale) * mixture.left
-    b = _rounded([factors.b for _, factors in parts], left, 1, dtype, b_key, spool)
+    b = _rounded([pair.b for pair in factors], left, 1, dtype, b_key, spool)
+
+    # What is cut off is orthogonal to what rounding changes.
     norm = float(np.linalg.norm(spectrum.sigma))
     rounding = abs(scale) * _distance(spectrum.sigma[:rank] / abs(scale), b, a)
     written_error = math.hypot(lost, rounding / norm) if norm else lost
     return Reduced(rank, (a.tensor, b.tensor), lost, written_error)
 
 
-def _parts(module: Slot, resolved: Resolved, read: FactorReader) -> list[tuple[float, Factors]]:
+def _blend(module: Slot, resolved: Resolved, read: FactorReader) -> tuple[list[float], list[Factors]]:
     """A linear blend's coefficients, and its terms' factors without the rows that a threshold drops.
 
     The result of a method on factors is a single term.
     """
     rule = module.rule
     if rule is not None and rule.on_cores:
-        sides = side_factors(module, read, resolved.kept_rows)
-        b, a = rule.combine_factors(
-            {side: (factors.b, factors.a) for side, factors in sides.items()},
-            seed=resolved.plan.composition.seed,
-            module=module.name,
-        )
-        return [(1.0, Factors(a, b))]
-    parts = []
+        pairs = {}
+        for side, factors in side_factors(module, read, resolved.kept_rows).items():
+            pairs[side] = (factors.b, factors.a)
+        b, a = rule.combine_factors(pairs, seed=resolved.plan.composition.seed, module=module.name)
+        return [1.0], [Factors(a, b)]
+
+    coefficients, terms = [], []
     for term in module.terms:
         factors = read(term.expert, term.lora)
         rows = resolved.kept_rows.get((term.side, module.name))
-        parts.append((term.coefficient, factors if rows is None else factors.masked(rows)))
-    return parts
+        if rows is not None:
+            factors = factors.masked(rows)
+        coefficients.append(term.coefficient)
+        terms.append(factors)
+    return coefficients, terms
 
 
 class _Rounded(NamedTuple):
@@ -207,21 +224,22 @@ def _rounded(
 ) -> _Rounded:
     """The factor from `mixed`, rounded to the dtype."""
     rank, long = mix.shape[1], parts[0].shape[1 - axis]
-    shape = (rank, long) if axis == 0 else (long, rank)
+    shape = (rank, long) if axis == 0 else (long, rank)  # A is rank×in, B is out×rank
     data = np.empty((*shape, Dtype.BYTES[dtype]), np.uint8)
     across, within = np.zeros((rank, rank)), np.zeros((rank, rank))
     for start in range(0, long, _ROWS):
         block = slice(start, min(start + _ROWS, long))
-        exact = mixed([part[:, block] if axis == 0 else part[block] for part in parts], mix, axis)
+        place = (slice(None), block) if axis == 0 else (block, slice(None))
+        exact = mixed([part[place] for part in parts], mix, axis)
         raw = Dtype(dtype).finite_bytes(exact.astype(np.float32), key)
         rounded = Dtype(dtype).unpack(raw, exact.shape).astype(np.float64)
+        data[place] = raw.reshape(*exact.shape, -1)
+
         exact -= rounded
         if axis == 0:
-            data[:, block] = raw.reshape(*exact.shape, -1)
             across += exact @ rounded.T
             within += exact @ exact.T
         else:
-            data[block] = raw.reshape(*exact.shape, -1)
             across += exact.T @ rounded
             within += exact.T @ exact
     stored = spool.add(data.reshape(-1), shape)
@@ -239,10 +257,9 @@ def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDA
     """The module's ΔW' (out×in) by its rule's nonlinear method."""
     rule = module.rule
     assert rule is not None
-    deltas = {
-        side: np.asarray(factors.rows(), np.float32)
-        for side, factors in side_factors(module, read, resolved.kept_rows).items()
-    }
+    deltas = {}
+    for side, factors in side_factors(module, read, resolved.kept_rows).items():
+        deltas[side] = np.asarray(factors.rows(), np.float32)
     return rule.combine(deltas, module.weights, seed=resolved.plan.composition.seed, module=module.name)
 
 
@@ -257,10 +274,10 @@ def _as_tensors(module: Slot, result: Truncated, plan: Plan, form: Form, spool: 
         raw = Dtype(dtype).finite_bytes(np.asarray(part, np.float32), key)
         tensors.append(OutputTensor(key, dtype, part.shape, axis, data=spool.add(raw, part.shape)))
         rounded.append(Dtype(dtype).unpack(raw, part.shape))
+
     a, b = rounded
-    return Reduced(
-        rank, tuple(tensors), result.error, _written_error(result, Factors(a * root, b * root * np.sign(scale)))
-    )
+    written = Factors(a * root, b * root * np.sign(scale))
+    return Reduced(rank, tuple(tensors), result.error, _written_error(result, written))
 
 
 def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[float, str, LoraModule]:
@@ -268,8 +285,12 @@ def _written_form(module: Slot, rank: int, plan: Plan, form: Form) -> tuple[floa
     scale = blend_scale(plan, form)
     if form.layout == "exact":
         scale = Shape.of_scale(rank, uses_rslora(plan), scale).scale
-    dtypes = {form.dtype} if form.dtype else {term.lora.dtype for term in module.terms}
-    return scale, dtypes.pop() if len(dtypes) == 1 else "F32", module.terms[0].lora
+
+    dtype = form.dtype
+    if dtype is None:
+        dtypes = {term.lora.dtype for term in module.terms}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    return scale, dtype, module.terms[0].lora
 
 
 def _written_error(result: Truncated, written: Factors) -> float:
@@ -280,9 +301,15 @@ def _written_error(result: Truncated, written: Factors) -> float:
     energy = float(np.sum(np.square(result.singular_values, dtype=np.float64)))
     if energy == 0:
         return result.error
+
+    # b·a - b̂·â = (b - b̂)·a + b̂·(a - â)
     exact = result.factors
-    rounded = Factors.concatenated(
-        [(1, Factors(exact.a, exact.b - written.b)), (1, Factors(exact.a - written.a, written.b))]
-    )
-    norm = math.sqrt(energy / (1 - result.error**2)) if result.error < 1 else math.sqrt(energy)
+    of_b = Factors(exact.a, exact.b - written.b)
+    of_a = Factors(exact.a - written.a, written.b)
+    rounded = Factors.concatenated([(1, of_b), (1, of_a)])
+
+    # ‖ΔW‖, of which `energy` is the share that was kept
+    norm = math.sqrt(energy)
+    if result.error < 1:
+        norm = math.sqrt(energy / (1 - result.error**2))
     return math.hypot(result.error, Joint([rounded]).norm([1]) / norm)

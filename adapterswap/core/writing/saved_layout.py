@@ -8,7 +8,7 @@ from adapterswap.core.changes.locations import base_tensor
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.slots import Slot
+from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.core.writing.outputs import OutputTensor, Piece
 
 
@@ -22,28 +22,41 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     if module.of_tokens:
         yield _tokens_trained(module)
         return
-    wrapped = ModuleKeys(module.name).is_bias and module.name.removesuffix(".bias") in adapted
-    differ = any(not span.is_like(module.ordinary) for span in module.spans)
+
+    # A vocabulary whose ranges of rows have different owners is written range by range.
+    spans: tuple[Span, ...] = (module.ordinary,)
+    has_ranges = any(not span.is_like(module.ordinary) for span in module.spans)
+    if has_ranges:
+        spans = module.spans
+
+    keys = ModuleKeys(module.name)
+    wrapped = keys.is_bias and module.name.removesuffix(".bias") in adapted
+    base_model, like = str(plan.composition.base_model), plan.adapters[module.terms[0].expert]
     for parameter, tensor in module.whole[0].change.tensors.items():
-        pieces = []
-        for span in module.spans if differ else (module.ordinary,):
-            cut = (span.start, span.stop) if differ else None
-            sources = [(t.expert, t.change.path, t.change.tensors[parameter], t.coefficient) for t in span.whole]
+        pieces: list[Piece] = []
+        for span in spans:
+            cut = (span.start, span.stop) if has_ranges else None
+            for term in span.whole:
+                own = term.change.tensors[parameter]
+                pieces.append(Piece(term.expert, term.change.path, own, term.coefficient, span.start, cut=cut))
             for share in span.base:
-                rows = span.stop if differ else None
-                adapter, name = plan.adapters[module.terms[0].expert], ModuleKeys(module.name).parameter_name(parameter)
-                own = base_tensor(str(plan.composition.base_model), adapter, name, tensor, rows=rows)
-                sources.append((BASE, *own, share.coefficient or 0.0))
-            pieces += [Piece(*source, span.start, cut=cut) for source in sources]
-        shape = (module.spans[-1].stop, *tensor.shape[1:]) if differ else tensor.shape
-        axis, key = (0 if differ else None), ModuleKeys(module.name).parameter(parameter, wrapped=wrapped)
+                rows = span.stop if has_ranges else None
+                path, own = base_tensor(base_model, like, keys.parameter_name(parameter), tensor, rows=rows)
+                pieces.append(Piece(BASE, path, own, share.coefficient or 0.0, span.start, cut=cut))
+
+        axis, shape = None, tensor.shape
+        if has_ranges:
+            axis, shape = 0, (module.spans[-1].stop, *tensor.shape[1:])
+        key = keys.parameter(parameter, wrapped=wrapped)
         yield OutputTensor(key, _common_dtype(pieces), shape, axis, tuple(pieces))
 
 
 def _common_dtype(pieces: Sequence[Piece]) -> str:
     """The dtype of all pieces, or float32 if they differ."""
     dtypes = {piece.tensor.dtype for piece in pieces}
-    return dtypes.pop() if len(dtypes) == 1 else "F32"
+    if len(dtypes) != 1:
+        return "F32"
+    return dtypes.pop()
 
 
 def only_tokens(plan: Plan) -> bool:

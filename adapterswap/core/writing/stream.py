@@ -22,6 +22,7 @@ from adapterswap.core.model.checkpoints import MODEL_INDEX
 from adapterswap.core.model.opened_base import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.blocks import Entered, ResultTensor, Rows, compute, needs_torch, read_blocks
 from adapterswap.core.writing.outputs import cores, header_bytes, torch_threads
 from adapterswap.kit.errors import ArgumentError, check_type
@@ -103,7 +104,9 @@ class ModelForm:
 
     def dtype_of(self, stored: str) -> str:
         """The dtype in which a tensor is written that is stored as `stored`."""
-        return Dtype.NAMES[self.dtype] if self.dtype and stored in Dtype.FLOATS else stored
+        if self.dtype is None or stored not in Dtype.FLOATS:
+            return stored
+        return Dtype.NAMES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ def lay_out_model(plan: Plan, form: ModelForm) -> tuple[OutputShard, ...]:
     """The shards of a plan's result, in the order in which they are written."""
     dtypes = {slot.name: form.dtype_of(slot.dtype) for slot in plan}
     groups = _own_shards(plan) if form.shard_bytes is None else _sized(plan, dtypes, form.shard_bytes)
+
     shards = []
     for name, members in groups.items():
         header, places = header_bytes((key, dtypes[key], plan.slots[key].shape) for key in members)
@@ -134,19 +138,27 @@ def index_of(plan: Plan, shards: tuple[OutputShard, ...], form: ModelForm) -> di
     """The content of model.safetensors.index.json; None if a single file needs no index."""
     skeleton = plan.base.skeleton
     assert skeleton is not None  # of full weights
-    theirs = skeleton.source.folder / MODEL_INDEX
     keeps_shards = form.shard_bytes is None and skeleton.shards[0].path.name != MODEL_WEIGHTS
     if len(shards) == 1 and not keeps_shards:
         return None
-    total = sum(place.nbytes for shard in shards for place in shard.places.values())
-    metadata = read_json(theirs).get("metadata") if keeps_shards else None
-    return {
-        "metadata": {**(metadata if isinstance(metadata, dict) else {}), "total_size": total},
-        "weight_map": dict(sorted((key, shard.name) for shard in shards for key in shard.places)),
-    }
+
+    # What the skeleton's index says besides stays if its shards do.
+    metadata: dict[str, Any] = {}
+    if keeps_shards:
+        own_metadata = read_json(skeleton.source.folder / MODEL_INDEX).get("metadata")
+        if isinstance(own_metadata, dict):
+            metadata = own_metadata
+
+    total = 0
+    weight_map: dict[str, str] = {}
+    for shard in shards:
+        total += sum(place.nbytes for place in shard.places.values())
+        weight_map |= dict.fromkeys(shard.places, shard.name)
+    return {"metadata": {**metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 def _own_shards(plan: Plan) -> dict[str, list[str]]:
+    """The names of tensors by the shards in which the skeleton has them."""
     groups: dict[str, list[str]] = {}
     skeleton = plan.base.skeleton
     assert skeleton is not None  # of full weights
@@ -169,6 +181,7 @@ def _sized(plan: Plan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[
             size = 0
         groups[-1].append(slot.name)
         size += nbytes
+
     if len(groups) == 1:
         return {MODEL_WEIGHTS: groups[0]}
     count = len(groups)
@@ -217,17 +230,23 @@ def stream(
     entered = Entered()
     with ExitStack() as stack:
         files = stack.enter_context(open_files(_sources(plan)))
+
+        # What is copied byte for byte, and what is computed, each with its device
         copied: list[tuple[str, ResultTensor]] = []
         computed: list[tuple[str, ResultTensor]] = []
         for shard in shards:
             output = stack.enter_context((folder / shard.name).open("xb", buffering=0))
             output.write(shard.header)
             output.truncate(shard.size)
-            for key in (key for key in plan.slots if key in shard.places):
-                slot = plan.slots[key]
+            for key, slot in plan.slots.items():
+                if key not in shard.places:
+                    continue
                 device = devices[(slot.layer or 0) * len(devices) // plan.depth.of(None)]
                 result = ResultTensor(slot, shard.places[key], output.fileno())
-                (computed if result.copied is None else copied).append((device, result))
+                if result.copied is not None:
+                    copied.append((device, result))
+                else:
+                    computed.append((device, result))
 
         def carry_out(item: tuple[str, ResultTensor], stopped: Stopped) -> None:
             device, result = item
@@ -237,10 +256,12 @@ def stream(
                 write_at(result.output, chunk.data, chunk.offset)
             progress()
 
-        with_torch = any(needs_torch(r.slot, span, device) for device, r in computed for span in r.slot.ranges)
-        if with_torch:  # importing it takes as long as copying a gigabyte, so do both at once
+        # Importing torch takes as long as copying a gigabyte, so do both at once.
+        with_torch = any(_needs_torch(result.slot, device) for device, result in computed)
+        if with_torch:
             threading.Thread(target=_import_torch, daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
+
         workers = min(max(_WORKERS, 2 * len(devices)), cores())
         if any(result.slot.is_held_whole for _, result in computed):
             workers = 1  # whole tensors are in memory
@@ -248,6 +269,10 @@ def stream(
             stack.enter_context(torch_threads(cores() // workers))
         work_off(computed, carry_out, workers)
     return entered
+
+
+def _needs_torch(slot: Slot, device: str) -> bool:
+    return any(needs_torch(slot, span, device) for span in slot.ranges)
 
 
 def _import_torch() -> None:
@@ -262,10 +287,15 @@ def _sources(plan: Plan) -> list[TensorFile]:
     for slot in plan:
         if slot.copied is not None:
             paths.add(slot.copied.path)
-        else:
-            paths |= {term.change.path for span in slot.ranges for term in span.terms}
-            paths |= {whole.path for span in slot.ranges for whole in slot.base_of(span)}
-    checkpoints = [*plan.checkpoints.values(), *([plan.base.weights] if plan.base.weights else [])]
-    candidates = [shard for checkpoint in checkpoints for shard in checkpoint.shards]
+            continue
+        for span in slot.ranges:
+            paths.update(term.change.path for term in span.terms)
+            paths.update(whole.path for whole in slot.base_of(span))
+
+    candidates: list[TensorFile] = []
+    for checkpoint in plan.checkpoints.values():
+        candidates += checkpoint.shards
+    if plan.base.weights is not None:
+        candidates += plan.base.weights.shards
     candidates += [adapter.file for adapter in plan.adapters.values()]
     return [file for file in candidates if file.path in paths]
