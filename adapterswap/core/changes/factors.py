@@ -54,7 +54,8 @@ class Factors(NamedTuple):
 
     def row_magnitudes(self, name: str) -> npt.NDArray[np.float64]:
         """The mean absolute value of each row of ΔW (out values), in blocks; `name` is for messages."""
-        means, step = [], max(1, _BLOCK // self.a.shape[1])
+        means = []
+        step = max(1, _BLOCK // self.a.shape[1])
         for start in range(0, len(self.b), step):
             with np.errstate(all="ignore"):  # what overflows is found by `finite`
                 rows = self.rows(start, start + step)

@@ -81,32 +81,40 @@ class Basis:
         self._parts, self._axis = tuple(parts), axis
         self._inverse: Core | None = None  # of S, where it is square and well-conditioned
         self._q: Core | None = None
-        gram = self_products(parts, axis) if gram is None else gram
+        if gram is None:
+            gram = self_products(parts, axis)
         lengths = np.sqrt(np.diagonal(gram))
-        if self._tall and (triangle := _triangle(gram, lengths)) is not None:
-            self._inverse = triangle[1].T / lengths[:, None]
-            self.coordinates: Core = triangle[0].T * lengths
+
+        # By Cholesky, if there are not more columns than rows and they are far from dependent
+        triangle = None
+        columns = sum(part.shape[axis] for part in parts)
+        if parts[0].shape[1 - axis] >= columns:
+            triangle = _triangle(gram, lengths)
+
+        if triangle is None:
+            self.coordinates: Core = self._by_qr("r")[1]
         else:
-            self.coordinates = self._by_qr("r")[1]
+            lower, inverse = triangle
+            self.coordinates = lower.T * lengths
+            self._inverse = inverse.T / lengths[:, None]
 
     def expand(self, vectors: Core) -> Core:
         """Q·vectors (n×k), for vectors (p×k) in coordinates of Q."""
         if self._inverse is not None:
             expanded = mixed(self._parts, self._inverse @ vectors, self._axis)
-            return expanded if self._axis == 1 else expanded.T
+            if self._axis == 0:
+                return expanded.T
+            return expanded
+
         if self._q is None:
             self._q = self._by_qr("reduced")[0]
         return self._q @ vectors
 
-    @property
-    def _tall(self) -> bool:
-        columns = sum(part.shape[self._axis] for part in self._parts)
-        return bool(self._parts[0].shape[1 - self._axis] >= columns)
-
     def _by_qr(self, mode: str) -> tuple[Core, Core]:
         """Q (empty in the mode `r`) and S, after scaling the columns to similar sizes by powers of two."""
         x = np.concatenate(self._parts, axis=self._axis, dtype=np.float64)
-        x = x if self._axis == 1 else x.T
+        if self._axis == 0:
+            x = x.T
         largest = np.abs(x).max(axis=0, initial=0)
         scale = np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1))))
         if mode == "r":
@@ -128,16 +136,27 @@ class Joint:
         self._changes = tuple(changes)
         self.shape = changes[0].shape
         self.ranks = tuple(change.a.shape[0] for change in changes)
-        self._twins = [next(j for j in range(i + 1) if _equal(changes[j], changes[i])) for i in range(len(changes))]
+
+        # For each change, the first one that is equal to it
+        self._twins: list[int] = []
+        for i, change in enumerate(changes):
+            twin = next((j for j in range(i) if _equal(changes[j], change)), i)
+            self._twins.append(twin)
         self._distinct = sorted(set(self._twins))
+
+        # BᵀB and A·Aᵀ of all distinct changes side by side, and each one's place in them
         distinct = [changes[i] for i in self._distinct]
-        bs, as_ = [part.b for part in distinct], [part.a for part in distinct]
-        left_gram, right_gram = self_products(bs, 1), self_products(as_, 0)
+        left_gram = self_products([change.b for change in distinct], 1)
+        right_gram = self_products([change.a for change in distinct], 0)
         if not (np.isfinite(left_gram).all() and np.isfinite(right_gram).all()):
             raise np.linalg.LinAlgError("NaN or infinity in a factor")
-        stops = np.cumsum([change.a.shape[0] for change in distinct])
-        self._places = {i: slice(stop - self.ranks[i], stop) for i, stop in zip(self._distinct, stops, strict=True)}
+        self._places: dict[int, slice] = {}
+        start = 0
+        for i in self._distinct:
+            self._places[i] = slice(start, start + self.ranks[i])
+            start += self.ranks[i]
         self._left_gram, self._right_gram = left_gram, right_gram
+
         # ΔW_i is a sum of products b·aᵀ of these lengths, relative to which rounding is measured
         self._lengths = np.sqrt(np.diagonal(left_gram)) * np.sqrt(np.diagonal(right_gram))
         self._used = np.flatnonzero(self._lengths)  # products with a zero factor are left out
@@ -156,10 +175,16 @@ class Joint:
             return 0.0
         if square > _CANCELLED * added:
             return math.sqrt(square)
+
+        # The terms almost cancel: from the core, whose largest entry is divided out so that no square underflows
         core, size = self.core(weights), float(np.sum(np.abs(mix) * self._lengths))
         largest = float(np.abs(core).max(initial=0))
-        norm = largest * float(np.linalg.norm(core / largest)) if largest else 0.0
-        return norm if norm > _ROUNDING * size else 0.0
+        if not largest:
+            return 0.0
+        norm = largest * float(np.linalg.norm(core / largest))
+        if norm > _ROUNDING * size:
+            return norm
+        return 0.0
 
     @cached_property
     def left(self) -> Basis:
@@ -208,6 +233,7 @@ class Joint:
         count = len(sigma)
         left[self._used, :count] = mix[:, None] * (self.right.coordinates.T @ spectrum.vt[:count].T) * root
         right[:count, self._used] = root[:, None] * (spectrum.u[:, :count].T @ self.left.coordinates) * mix
+
         largest = np.take_along_axis(left, np.abs(left).argmax(axis=0)[None, :], axis=0)[0]
         signs = np.where(largest < 0, -1.0, 1.0)
         return self._for_all(Mixture(left * signs, signs[:, None] * right))
@@ -238,13 +264,16 @@ class Joint:
         return mix
 
     def _basis(self, axis: int) -> Basis:
+        """Of the B_i (axis 1) or the A_i (axis 0), without those columns or rows whose product is zero."""
         gram = self._left_gram if axis == 1 else self._right_gram
         parts = []
         for index in self._distinct:
             place = self._places[index]
             columns = self._used[(self._used >= place.start) & (self._used < place.stop)] - place.start
             part = self._changes[index].b if axis == 1 else self._changes[index].a
-            parts.append(part if len(columns) == part.shape[axis] else np.take(part, columns, axis=axis))
+            if len(columns) < part.shape[axis]:
+                part = np.take(part, columns, axis=axis)
+            parts.append(part)
         return Basis(parts, axis, gram[np.ix_(self._used, self._used)])
 
     def _for_all(self, mixture: Mixture) -> Mixture:
@@ -253,10 +282,13 @@ class Joint:
             return mixture
         left, right = [], []
         for index, rank in enumerate(self.ranks):
-            place = self._place(index)
-            first = self._twins[index] == index
-            left.append(mixture.left[place] if first else np.zeros((rank, mixture.left.shape[1])))
-            right.append(mixture.right[:, place] if first else np.zeros((mixture.right.shape[0], rank)))
+            if self._twins[index] == index:
+                place = self._place(index)
+                left.append(mixture.left[place])
+                right.append(mixture.right[:, place])
+            else:
+                left.append(np.zeros((rank, mixture.left.shape[1])))
+                right.append(np.zeros((mixture.right.shape[0], rank)))
         return Mixture(np.concatenate(left), np.concatenate(right, axis=1))
 
     def cut(self, weights: Sequence[float], *, rank: int | None, error: float | None) -> tuple[Spectrum, int, float]:
@@ -273,8 +305,10 @@ class Joint:
         spectrum = self.spectrum(weights)
         count = min(*self.shape, sum(self.ranks))
         sigma = np.pad(spectrum.sigma, (0, max(0, count - len(spectrum.sigma))))[:count]
-        within = (keep for keep in range(1, len(sigma)) if error is not None and _tail(sigma, keep) <= error)
-        keep = next(within, len(sigma))
+
+        keep = len(sigma)
+        if error is not None:
+            keep = next((size for size in range(1, len(sigma)) if _tail(sigma, size) <= error), len(sigma))
         keep = max(1, min(keep, rank or keep, len(sigma)))
         return spectrum._replace(sigma=sigma), keep, _tail(sigma, keep)
 
@@ -291,14 +325,18 @@ def self_products(parts: Sequence[Matrix], axis: int) -> Core:
     total = np.zeros((rank, rank))
     for block in _blocks(parts, axis):
         piece = _block(parts, axis, block)
-        total += piece.T @ piece if axis == 1 else piece @ piece.T
+        if axis == 1:
+            total += piece.T @ piece
+        else:
+            total += piece @ piece.T
     return total
 
 
 def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
     """In float64, columns of B mixed: [B_1 … B_K]·mix (n×k, axis 1); or rows of A: mixᵀ·[A_1; …; A_K] (k×n, axis 0)."""
     long, count = parts[0].shape[1 - axis], mix.shape[1]
-    result = np.empty((long, count) if axis == 1 else (count, long))
+    shape = (long, count) if axis == 1 else (count, long)
+    result = np.empty(shape)
     for block in _blocks(parts, axis):
         piece = _block(parts, axis, block)
         if axis == 1:
@@ -310,11 +348,15 @@ def mixed(parts: Sequence[Matrix], mix: Core, axis: int) -> Core:
 
 def _block(parts: Sequence[Matrix], axis: int, block: slice) -> Core:
     """A block of the parts side by side in float64, in memory of this thread that the next block reuses."""
-    pieces = [part[block] if axis == 1 else part[:, block] for part in parts]
+    place = (block, slice(None)) if axis == 1 else (slice(None), block)
+    pieces = [part[place] for part in parts]
     rank, long = sum(piece.shape[axis] for piece in pieces), pieces[0].shape[1 - axis]
-    if (scratch := getattr(_SCRATCH, "block", None)) is None or scratch.size < rank * long:
+
+    scratch = getattr(_SCRATCH, "block", None)
+    if scratch is None or scratch.size < rank * long:
         scratch = _SCRATCH.block = np.empty(rank * max(long, _ROWS))
-    joined: Core = scratch[: rank * long].reshape((long, rank) if axis == 1 else (rank, long))
+    shape = (long, rank) if axis == 1 else (rank, long)
+    joined: Core = scratch[: rank * long].reshape(shape)
     return np.concatenate(pieces, axis=axis, out=joined)
 
 
@@ -327,7 +369,9 @@ def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:
     if not np.diagonal(lower).all():
         return None
     inverse = np.linalg.inv(lower)
-    return (np.asarray(lower), np.asarray(inverse)) if float(np.sum(np.square(inverse))) <= _ILL_CONDITIONED else None
+    if float(np.sum(np.square(inverse))) > _ILL_CONDITIONED:
+        return None
+    return np.asarray(lower), np.asarray(inverse)
 
 
 def _equal(first: Factors, second: Factors) -> bool:
@@ -335,22 +379,25 @@ def _equal(first: Factors, second: Factors) -> bool:
         return True
     if first.a.shape != second.a.shape or first.b.shape != second.b.shape:
         return False
-    first_entries = np.array_equal(first.a[0], second.a[0]) and np.array_equal(
-        first.b[:1], second.b[:1]
-    )  # most differ here
-    return first_entries and np.array_equal(first.a, second.a) and np.array_equal(first.b, second.b)
+
+    # Most differ in the first row.
+    if not np.array_equal(first.a[0], second.a[0]) or not np.array_equal(first.b[:1], second.b[:1]):
+        return False
+    return np.array_equal(first.a, second.a) and np.array_equal(first.b, second.b)
 
 
 def cosine(product: float, norms: tuple[float, float]) -> float | None:
     """⟨X, Y⟩ / (‖X‖·‖Y‖), clipped to ±1; None if one of the norms is zero."""
     first, second = norms
-    return max(-1.0, min(1.0, product / (first * second))) if first and second else None
+    if not first or not second:
+        return None
+    return max(-1.0, min(1.0, product / (first * second)))
 
 
 def _tail(sigma: Matrix, keep: int) -> float:
     """√(Σ_{i>keep} σ_i²) / √(Σ σ_i²): the relative error of keeping `keep` singular values."""
-    largest = float(sigma[0]) if len(sigma) else 0.0
-    if not largest:
+    if not len(sigma) or not sigma[0]:
         return 0.0
+    largest = float(sigma[0])
     shares = np.square(sigma / largest)  # avoids overflow and underflow of the squares
     return float(np.sqrt(np.sum(shares[keep:]) / np.sum(shares)))

@@ -106,7 +106,9 @@ class Whole:
 
     def place_of(self, row: int) -> int:
         """The position of a row of the weight among the tensor's rows."""
-        return self._places[row] if self.rows else row
+        if not self.rows:
+            return row
+        return self._places[row]
 
     @cached_property
     def _places(self) -> Mapping[int, int]:
@@ -124,7 +126,8 @@ class Whole:
             stop: the row after the last; by default the end.
         """
         *counts, columns = self.tensor.shape
-        stop = math.prod(counts) if stop is None else stop
+        if stop is None:
+            stop = math.prod(counts)
         numbers = self.tensor.read_elements(owner, files[self.path], start * columns, stop * columns)
         return numbers.reshape(stop - start, columns)
 
@@ -267,4 +270,6 @@ def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:
     """What a part of an adapter's file does to its module; `transposed` as for `LowRank`."""
     if isinstance(part, LoraModule):
         return LowRank(part, path, transposed)
-    return Opaque(part, path, transposed) if isinstance(part, OpaqueModule) else Whole(path, part.tensors, part.rows)
+    if isinstance(part, OpaqueModule):
+        return Opaque(part, path, transposed)
+    return Whole(path, part.tensors, part.rows)

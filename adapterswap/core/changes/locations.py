@@ -47,7 +47,11 @@ class TiedHead:
 
     def absent(self, stored: Container[str]) -> str | None:
         """The one that is not stored; None if both are."""
-        return next((key for key in (self.head, self.embedding) if key not in stored), None)
+        if self.head not in stored:
+            return self.head
+        if self.embedding not in stored:
+            return self.embedding
+        return None
 
     def source(self, key: str, stored: Container[str]) -> str:
         """The stored tensor from which transformers loads `key`: for the one that is absent, the other."""
@@ -70,36 +74,54 @@ def find_tied_head(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> Tie
         keys = _tied_by_name(skeleton, adapters)
         if keys is None:
             raise
-    return TiedHead(embedding=keys[0], head=keys[1]) if keys else None
+    if not keys:
+        return None
+    embedding, head = keys
+    return TiedHead(head, embedding)
 
 
 def _changes_an_end(adapter: Adapter, skeleton: Checkpoint) -> bool:
     """Whether an adapter may change an embedding or a head: a weight outside the layers with one row per token."""
     if adapter.vocabulary:
         return True
-    vocabulary = ModelConfig(skeleton.config).language.get("vocab_size")
-    shapes = [
-        tensor.shape for module in adapter.saved.values() if module.layer is None for tensor in module.tensors.values()
-    ]
-    shapes += [(module.height, 1) for module in adapter.factors.values() if module.layer is None]
     if any(part.layer is None and part.lora is None for part in adapter.opaque.values()):
-        return True
+        return True  # its tensors do not say how large the weight is
+
+    shapes: list[tuple[int, ...]] = []
+    for saved in adapter.saved.values():
+        if saved.layer is None:
+            shapes += [tensor.shape for tensor in saved.tensors.values()]
+    for module in adapter.factors.values():
+        if module.layer is None:
+            shapes.append((module.height, 1))
+
+    vocabulary = ModelConfig(skeleton.config).language.get("vocab_size")
     return any(len(shape) == 2 and vocabulary in (None, shape[0]) for shape in shapes)
 
 
 def _tied_by_name(skeleton: Checkpoint, adapters: Mapping[str, Adapter]) -> tuple[str, str] | None:
     """The keys of a tied embedding and head with the usual names, if the config says that they are tied."""
-    outside = {  # without layers that predict further tokens, which may hold copies of both
-        ModuleName(p.module.rpartition(".")[2]): p.name
-        for p in skeleton.parameters.values()
-        if ModuleName(p.name).layer(skeleton.container) is None
-    }
-    embedding = next((name for end, name in outside.items() if end.is_embedding), None)
-    if embedding is None or skeleton.config.get("tie_word_embeddings") is not True:
+    if skeleton.config.get("tie_word_embeddings") is not True:
         return None
-    ends = {ModuleName(name.rpartition(".")[2]) for adapter in adapters.values() for name in adapter.parts}
+
+    # By the last part of the module's name, without layers that predict further tokens, which may hold copies of both
+    outside: dict[ModuleName, str] = {}
+    for parameter in skeleton.parameters.values():
+        if ModuleName(parameter.name).layer(skeleton.container) is None:
+            outside[ModuleName(parameter.module.rpartition(".")[2])] = parameter.name
+    embedding = next((name for end, name in outside.items() if end.is_embedding), None)
     head = next((name for end, name in outside.items() if end.is_head), None)
-    return embedding, head or f"{min((end for end in ends if end.is_head), default='lm_head')}.weight"
+    if embedding is None:
+        return None
+    if head is not None:
+        return embedding, head
+
+    # A head that is not stored has the name that the experts know.
+    ends: set[str] = set()
+    for adapter in adapters.values():
+        ends.update(name.rpartition(".")[2] for name in adapter.parts)
+    heads = [end for end in ends if ModuleName(end).is_head]
+    return embedding, f"{min(heads, default='lm_head')}.weight"
 
 
 def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> dict[str, StoredTensor]:
@@ -153,16 +175,22 @@ def _check_shared(expert: str, adapter: Adapter, model: Checkpoint) -> None:
     """Refuse an adapter that changes one of several modules with one weight: an encoder-decoder's shared embeddings,
     or blocks that layers share."""
     if ModelConfig(model.config).architecture.shares_blocks:
-        for part in (part for part in adapter.parts.values() if part.layer is not None):
+        for part in adapter.parts.values():
+            if part.layer is None:
+                continue
             weight = model.base.get(model.base.find(part.name, adapter.container) or "")
             if weight is not None and weight.tied:
                 raise _shared(expert, weight.name, weight.tied, model)
+
     if not model.has_both_stacks or not _changes_an_end(adapter, model):
         return
     for name, others in model.base.shared_embeddings.items():
-        changed = [p for p in adapter.parts.values() if p.layer is None and f".{name}".endswith(f".{p.name}")]
-        if any(not isinstance(part, FullModule) or not part.tied.keys() >= set(others) for part in changed):
-            raise _shared(expert, name, others, model)
+        for part in adapter.parts.values():
+            if part.layer is not None or not f".{name}".endswith(f".{part.name}"):
+                continue
+            changes_all = isinstance(part, FullModule) and part.tied.keys() >= set(others)
+            if not changes_all:
+                raise _shared(expert, name, others, model)
 
 
 def _shared(expert: str, name: str, others: Sequence[str], model: Checkpoint) -> UnsupportedError:
@@ -179,15 +207,18 @@ def _check_bias_of_head(
     """Refuse trained tokens of a head with a bias: PEFT's running model leaves the bias out, and its merge keeps it."""
     if not adapter.tokens:
         return
+    heads = [*adapter.tokens]
     tied = find_tied_head(model, {expert: adapter})
-    heads = [*adapter.tokens, *([tied.head.removesuffix(".weight")] if tied else [])]
-    odd = next((name for name in heads if f"{name}.bias" in parameters), None)
-    if odd is not None:
-        raise UnsupportedError(
-            f"{expert} trained tokens that {odd} of {model.name} has, too, and PEFT computes such a head without its "
-            "bias, but merges it with the bias",
-            "Compose it into an adapter with `compose`, or give the embedding and the head to other experts",
-        )
+    if tied is not None:
+        heads.append(tied.head.removesuffix(".weight"))
+
+    for head in heads:
+        if f"{head}.bias" in parameters:
+            raise UnsupportedError(
+                f"{expert} trained tokens that {head} of {model.name} has, too, and PEFT computes such a head without "
+                "its bias, but merges it with the bias",
+                "Compose it into an adapter with `compose`, or give the embedding and the head to other experts",
+            )
 
 
 def _finder(
@@ -195,7 +226,7 @@ def _finder(
 ) -> Callable[[str, str], str | None]:
     """A function from a module and a parameter, as an adapter calls them, to the stored tensor's name: by the names
     alone or, failing that, by transformers' names of the stored tensors in memory. None if there is none."""
-    by_name = _renaming(adapter, parameters)
+    by_name = _stored_names(adapter, parameters)
 
     def find(module: str, parameter: str) -> str | None:
         key = by_name(module, parameter)
@@ -244,17 +275,22 @@ class _Search:
             if module.parameter:
                 with self.problems.collect():
                     changes |= self._parameter(module)
+
         changes |= self._adapted()
+
         for saved in self.adapter.saved.values():
-            changes |= self._rows(saved) if saved.rows else self._in_full(saved)
+            if saved.rows:
+                changes |= self._rows(saved)
+            else:
+                changes |= self._in_full(saved)
         return changes
 
     def _check_biases(self) -> None:
-        lacking = [
-            part.name
-            for part in self.adapter.opaque.values()
-            if "lora_B.bias" in part.tensors and self.key(part.name) and not self.key(part.name, "bias")
-        ]
+        lacking: list[str] = []
+        for part in self.adapter.opaque.values():
+            is_stored = "lora_B.bias" in part.tensors and self.key(part.name) is not None
+            if is_stored and self.key(part.name, "bias") is None:
+                lacking.append(part.name)
         if lacking:
             self.problems.add(
                 f"{self.expert} trained biases (lora_bias) for {and_more(lacking)}, but {self.where} stores none to "
@@ -270,31 +306,40 @@ class _Search:
         missing: list[str] = []
         ours: dict[str, str] = {}
         theirs: dict[str, str] = {}
-        parts: list[LoraModule | OpaqueModule] = [*self.adapter.opaque.values(), *self.adapter.modules.values()]
+        parts: list[LoraModule | OpaqueModule] = [*self.adapter.opaque.values()]
+        parts += [module for module in self.adapter.modules.values() if not module.parameter]
         for part in parts:
-            if isinstance(part, LoraModule) and part.parameter:
-                continue
             key, lora = self.key(part.name), part.lora
             if key is None:
                 missing.append(part.name)
                 continue
             transposed = self.model.is_transposed(key) or (lora is not None and lora.embedding)
             change = change_of(part, self.adapter.file.path, transposed=transposed)
+
+            # Factors fit the weight, up to the number of rows of a resized vocabulary.
             if lora is not None:
                 shape = self.parameters[key].tensor.shape
-                out_in = lora.out_features, lora.in_features
-                expected = out_in[::-1] if transposed else out_in
-                resized = ModuleName(part.name).is_vocabulary(part.layer) and shape[1:] == expected[1:]
-                grows, shrinks = (resized and shape[0] < expected[0]), (resized and shape[0] > expected[0])
+                expected = (lora.out_features, lora.in_features)
+                if transposed:
+                    expected = (lora.in_features, lora.out_features)
+                is_resized = ModuleName(part.name).is_vocabulary(part.layer) and shape[1:] == expected[1:]
+                grows = is_resized and shape[0] < expected[0]
+                shrinks = is_resized and shape[0] > expected[0]
                 if shrinks or (grows and (part.on_bias or not self.resized)):
                     self._report_resized(change.method, lora, shape[0])
                     continue
                 if not grows:
-                    ours[part.name], theirs[part.name] = ("×".join(map(str, sizes)) for sizes in (expected, shape))
+                    ours[part.name] = "×".join(map(str, expected))
+                    theirs[part.name] = "×".join(map(str, shape))
                     if shape != expected:
                         continue
-            keys = [key, *filter(None, [self.key(part.name, "bias") if part.on_bias else None])]
-            changes |= dict.fromkeys(keys, Located(part.name, change))
+
+            located = Located(part.name, change)
+            changes[key] = located
+            bias = self.key(part.name, "bias") if part.on_bias else None
+            if bias is not None:
+                changes[bias] = located
+
         if missing:
             self._report_missing(missing)
         compare_shapes(
@@ -311,10 +356,14 @@ class _Search:
 
     def _rows(self, saved: FullModule) -> dict[str, Located]:
         """The weight whose rows the adapter trained."""
-        key, tensor = self.key(saved.name), saved.first
-        if key is not None and self.parameters[key].tensor.shape[1:] == saved.width:
-            return {key: Located(saved.name, Whole(self.adapter.file.path, {"weight": tensor}, saved.rows))}
-        stored = "no such weight" if key is None else f"it as {list(self.parameters[key].tensor.shape)}"
+        key = self.key(saved.name)
+        stored = "no such weight"
+        if key is not None:
+            shape = self.parameters[key].tensor.shape
+            if shape[1:] == saved.width:
+                change = Whole(self.adapter.file.path, {"weight": saved.first}, saved.rows)
+                return {key: Located(saved.name, change)}
+            stored = f"it as {list(shape)}"
         self._report(
             f"{self.expert} holds rows of {saved.name} with {saved.width[0]} numbers, and {self.where} stores {stored}"
         )
@@ -323,10 +372,16 @@ class _Search:
     def _in_full(self, saved: FullModule) -> dict[str, Located]:
         """The tensors of a module that was trained in full."""
         changes: dict[str, Located] = {}
-        of_bias = ModuleKeys(saved.name).is_bias
-        first = 1 if self.resized and not of_bias and ModuleName(saved.name).is_vocabulary(saved.layer) else 0
+        holder, of_bias = saved.name, ModuleKeys(saved.name).is_bias
+        if of_bias:
+            holder = saved.name.removesuffix(".bias")
+
+        # Of a vocabulary that may be resized, the number of rows is not compared.
+        first = 0
+        if self.resized and not of_bias and ModuleName(saved.name).is_vocabulary(saved.layer):
+            first = 1
+
         for parameter, tensor in saved.tensors.items():
-            holder = saved.name.removesuffix(".bias") if of_bias else saved.name
             key = self.key(holder, parameter)
             if key is None and self._source_of(holder, parameter):
                 self._report_missing([holder], parameter)
@@ -345,11 +400,17 @@ class _Search:
         """The stored tensors of a parameter: a matrix such as a router's weight, or one matrix per expert of a mixture,
         stored together or one by one.
         """
-        holder, _, last = module.name.rpartition(".")
         path, parameters, where = self.adapter.file.path, self.parameters, self.where
-        alone = self.key(holder, last) if module.experts == 1 else None
-        if alone is not None and parameters[alone].tensor.shape == (module.out_features, module.in_features):
-            return {alone: Located(module.name, LowRank(module, path))}
+        matrix = (module.out_features, module.in_features)
+
+        # A matrix of its own
+        if module.experts == 1:
+            holder, _, last = module.name.rpartition(".")
+            alone = self.key(holder, last)
+            if alone is not None and parameters[alone].tensor.shape == matrix:
+                return {alone: Located(module.name, LowRank(module, path))}
+
+        # A parameter of transformers that is fused from one matrix per expert
         fused = self.model.fused(module.name, self.adapter.container)
         if fused is None or (module.experts == 1 and fused.transposed):  # PEFT does not transpose the only expert's ΔW
             raise UnsupportedError(
@@ -357,8 +418,9 @@ class _Search:
                 "parameter",
                 _MERGE_WITH_PEFT,
             )
-        matrix = module.out_features, module.in_features
-        shape = (module.experts, *(matrix[::-1] if fused.transposed else matrix))
+        shape = (module.experts, *matrix)
+        if fused.transposed:
+            shape = (module.experts, *matrix[::-1])
         if fused.shape != shape:
             raise BaseModelError(
                 f"{module.name} is {'×'.join(map(str, shape))} in {self.expert}, and "
@@ -366,6 +428,8 @@ class _Search:
                 _REMEDY,
                 parameter="base_model",
             )
+
+        # Stored as one tensor, or as several that hold rows of one expert each
         if fused.key is not None and parameters[fused.key].tensor.shape == fused.shape:
             return {fused.key: Located(module.name, LowRank(module, path, fused.transposed))}
         if not fused.parts or fused.transposed:
@@ -374,7 +438,10 @@ class _Search:
                 "unknown order",
                 _MERGE_WITH_PEFT,
             )
-        return {key: Located(module.name, LowRank(module, path, within=rows)) for key, rows in fused.parts.items()}
+        changes = {}
+        for key, rows in fused.parts.items():
+            changes[key] = Located(module.name, LowRank(module, path, within=rows))
+        return changes
 
     def _report(self, message: str) -> None:
         self.problems.add(message, _REMEDY, parameter="base_model", kind=BaseModelError)
@@ -392,7 +459,9 @@ class _Search:
                 parameter="base_model",
                 kind=UnsupportedError,
             )
-        if absent := [name for name, source in sources.items() if not source]:
+
+        absent = [name for name, source in sources.items() if not source]
+        if absent:
             self._report(f"{self.expert} adapts {and_more(absent)}, but {self.where} stores no such weight")
 
     def _report_resized(self, method: str, lora: LoraModule, rows: int) -> None:
@@ -439,8 +508,10 @@ def base_tensor(
             "Pass the base that the experts adapt",
             parameter="base_model",
         )
-    tensor = stored.tensor
-    shape = like.shape if rows is None else (max(rows, tensor.shape[0]), *like.shape[1:])
+
+    tensor, shape = stored.tensor, like.shape
+    if rows is not None:
+        shape = (max(rows, tensor.shape[0]), *like.shape[1:])
     if tensor.dtype not in Dtype.FLOATS or tensor.shape != shape:
         raise BaseModelError(
             f"{tensor.name} is {tensor.dtype} {list(tensor.shape)} in the base {base_model}, but {like.dtype} "
@@ -457,27 +528,43 @@ def _tied_embedding(base: Checkpoint, name: str) -> StoredTensor | None:
     is_head = ModuleName(name.removesuffix(".weight")).is_head
     if not is_head or base.config.get("tie_word_embeddings") is not True:
         return None
-    weights = [
-        (ModuleName(stored.module), stored) for stored in base.parameters.values() if stored.name.endswith(".weight")
-    ]
-    embeddings = [stored for module, stored in weights if module.is_embedding]
-    stores_a_head = any(module.is_head for module, _ in weights)
-    return embeddings[0] if len(embeddings) == 1 and not stores_a_head else None
+
+    embeddings: list[StoredTensor] = []
+    for stored in base.parameters.values():
+        if not stored.name.endswith(".weight"):
+            continue
+        module = ModuleName(stored.module)
+        if module.is_head:
+            return None
+        if module.is_embedding:
+            embeddings.append(stored)
+    if len(embeddings) != 1:
+        return None
+    return embeddings[0]
 
 
-def _renaming(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
+def _stored_names(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
     """A function from the names of a module and a parameter to the stored tensor's name, or None."""
-    adapted: dict[str, LoraModule | OpaqueModule] = {**adapter.modules, **adapter.opaque}
-    of_parameters = {module.name for module in adapter.modules.values() if module.parameter}
-    layered = [name for name, module in adapted.items() if module.layer is not None and name not in of_parameters]
+    # What modules in layers are called, without those that are parameters
+    layered = [part.name for part in adapter.opaque.values() if part.layer is not None]
+    for module in adapter.modules.values():
+        if module.layer is not None and not module.parameter:
+            layered.append(module.name)
+
+    # The outermost prefix may be absent from the file, or from the adapter.
     prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})
-    changes: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
-    changes += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
-    fitting = (change for change in changes if all(f"{change(name)}.weight" in parameters for name in layered))
-    change = next(fitting, changes[0])
+    renamings: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
+    renamings += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
+    renamed = next((renaming for renaming in renamings if _are_stored(layered, renaming, parameters)), renamings[0])
 
     def stored_name(module: str, parameter: str) -> str | None:
-        names = (f"{name}.{parameter}" for name in (change(module), module))
-        return next((name for name in names if name in parameters), None)
+        for name in (f"{renamed(module)}.{parameter}", f"{module}.{parameter}"):
+            if name in parameters:
+                return name
+        return None
 
     return stored_name
+
+
+def _are_stored(modules: Sequence[str], renamed: Callable[[str], str], parameters: Container[str]) -> bool:
+    return all(f"{renamed(name)}.weight" in parameters for name in modules)

@@ -56,10 +56,12 @@ def _merged(change: Opaque, parameter: str, own: Floats, tensors: Mapping[str, N
             "random",
             "Save it with save_projection=True",
         )
+
     remedy = "Compose it into an adapter with `compose`, or merge it with PEFT's merge_and_unload"
     module = _module(change, parameter, own, tensors)
     if module is None:
         raise UnsupportedError(f"{part.name} is neither a linear layer nor an embedding ({list(own.shape)})", remedy)
+
     holder = torch.nn.Module()
     holder.add_module(_MODULE, module)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -87,15 +89,19 @@ def _module(change: Opaque, parameter: str, base_values: Floats, tensors: Mappin
     if parameter == "bias":
         if base_values.ndim != 1:
             return None
-        out, width = base_values.shape[0], lora.in_features if lora is not None else 1
+        out = base_values.shape[0]
+        width = 1 if lora is None else lora.in_features
         shape = (width, out) if change.transposed else (out, width)
         weight, bias = np.zeros(shape, base_values.dtype), base_values
     elif base_values.ndim == 2:
         weight = base_values
-        out, width = base_values.shape[::-1] if change.transposed else base_values.shape
+        out, width = base_values.shape
+        if change.transposed:
+            width, out = base_values.shape
         bias = np.zeros(out, base_values.dtype)
     else:
         return None
+
     module: Any
     with torch.device("meta"):  # so that no random weights are drawn
         if lora is not None and lora.embedding:
@@ -104,6 +110,7 @@ def _module(change: Opaque, parameter: str, base_values: Floats, tensors: Mappin
             module = Conv1D(out, width)
         else:
             module = torch.nn.Linear(width, out)
+
     module.weight = torch.nn.Parameter(torch.from_numpy(np.array(weight)))
     if not isinstance(module, torch.nn.Embedding):
         module.bias = torch.nn.Parameter(torch.from_numpy(np.array(bias)))
@@ -120,7 +127,8 @@ def _config(change: Opaque, tensors: Mapping[str, Numbers]) -> Any:
         content |= {"r": part.lora.rank, "lora_alpha": part.lora.alpha, "use_rslora": part.lora.rslora}
         content["fan_in_fan_out"] = change.transposed and not part.lora.embedding
     if part.peft_type == "IA3":
-        content["feedforward_modules"] = [_MODULE] if tensors["ia3_l"].shape[0] == 1 else []
+        scales_inputs = tensors["ia3_l"].shape[0] == 1
+        content["feedforward_modules"] = [_MODULE] if scales_inputs else []
         content["fan_in_fan_out"] = change.transposed
     return PeftConfig.from_peft_type(**content, target_modules=[_MODULE], inference_mode=True)
 
@@ -131,8 +139,8 @@ def _load(model: Any, name: str, tensors: Mapping[str, Numbers]) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     state = {}
-    targets = get_peft_model_state_dict(model)
-    for key, target in targets.items():
+    used: set[str] = set()
+    for key, target in get_peft_model_state_dict(model).items():
         part = key.removeprefix(f"base_model.model.{_MODULE}.").removeprefix("base_model.")
         if part not in tensors:
             raise ExpertError(f"{name} has no {part}", "Save the adapter again")
@@ -140,8 +148,9 @@ def _load(model: Any, name: str, tensors: Mapping[str, Numbers]) -> None:
         if not key.startswith("base_model.model."):
             tensor = tensor[tuple(slice(size) for size in target.shape)]
         state[key] = tensor
-    if odd := sorted(tensors.keys() - {key.removeprefix(f"base_model.model.{_MODULE}.") for key in state}):
-        odd = [part for part in odd if f"base_model.{part}" not in state]
-        if odd:
-            raise ExpertError(f"{name} has {odd[0]}, which PEFT does not use", "Save the adapter again")
+        used.add(part)
+
+    unused = sorted(tensors.keys() - used)
+    if unused:
+        raise ExpertError(f"{name} has {unused[0]}, which PEFT does not use", "Save the adapter again")
     set_peft_model_state_dict(model, state)

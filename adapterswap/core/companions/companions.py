@@ -46,6 +46,13 @@ from adapterswap.kit.files.text import read_json, write_json
 
 Kind = Literal["tokenizer", "chat_template", "generation", "processor", "pooling"]
 _LABELS: dict[Kind, str] = {"chat_template": "chat template", "generation": "generation settings"}
+_SUBJECTS: dict[Kind, str] = {
+    "tokenizer": "tokenizers",
+    "chat_template": "chat templates",
+    "generation": "generation settings",
+    "processor": "processors",
+    "pooling": "pooling",
+}
 _REMEDY = "Use a folder with a valid config.json"
 
 
@@ -99,7 +106,7 @@ class Companions:
             "processor": self.processor,
             "pooling": self.pooling,
         }
-        return tuple(kind for kind, found in held.items() if found)
+        return tuple(kind for kind, content in held.items() if content)
 
     def has(self, kind: Kind) -> bool:
         """Whether the folder has companions of a kind."""
@@ -110,8 +117,7 @@ class Companions:
 
         Code counts as `code`; `unreadable` has the reasons why files could not be read.
         """
-        found: dict[str, list[str]] = {}
-        listed: Mapping[str, Callable[[], Iterable[str]]] = {
+        readers: Mapping[str, Callable[[], Iterable[str]]] = {
             "tokenizer": lambda: self._names(TOKENIZER_FILES),
             "chat_template": lambda: self.templates or (),
             "generation": lambda: self.generation or (),
@@ -119,13 +125,16 @@ class Companions:
             "pooling": lambda: self._names(POOLING_FILES),
             "code": lambda: code_in(self.folder),
         }
-        for kind, names in listed.items():
+        contents: dict[str, list[str]] = {}
+        for kind, read in readers.items():
             try:
-                held = list(names())
+                names = list(read())
             except AdapterswapError as error:
-                kind, held = "unreadable", [*found.get("unreadable", ()), error.problems[0].message]
-            found |= {kind: held} if held else {}
-        return found
+                contents.setdefault("unreadable", []).append(error.problems[0].message)
+                continue
+            if names:
+                contents[kind] = names
+        return contents
 
     def copy(self, target: Path) -> None:
         """Copy them into the folder `target`, except the config and code."""
@@ -138,14 +147,21 @@ class Companions:
         """A line for each kind that both folders have and in which they differ, such as `tokenizers differ: eos`."""
         lines = []
         for kind in get_args(Kind):
-            label = f"{_LABELS.get(kind, kind)}{'s' * (kind in ('tokenizer', 'chat_template', 'processor'))}"
+            label = _SUBJECTS[kind]
             try:
-                parts = self.differences(other, kind) if self.has(kind) and other.has(kind) else ()
+                if not self.has(kind) or not other.has(kind):
+                    continue
+                parts = self.differences(other, kind)
             except AdapterswapError as error:
                 lines.append(f"{label} were not compared: {error.problems[0].message}")
                 continue
-            named = "" if kind == "chat_template" else f": {', '.join(parts)}"
-            lines += [f"{label} differ{'s' * (kind == 'pooling')}{named}"] if parts else []
+
+            if not parts:
+                continue
+            line = f"{label} differs" if kind == "pooling" else f"{label} differ"
+            if kind != "chat_template":
+                line += f": {', '.join(parts)}"
+            lines.append(line)
         return lines
 
     def differences(self, other: Companions, kind: Kind) -> tuple[str, ...]:
@@ -181,14 +197,24 @@ class Ownership:
         line = f"{_LABELS.get(self.kind, self.kind)}: {_whose(self.owner)}"
         if not self.differing:
             return line
-        others = [_whose(name) for name in self.differing]
-        listed = " and ".join([", ".join(others[:-1]), others[-1]] if len(others) > 1 else others)
-        parts = dict.fromkeys(part for parts in self.differing.values() for part in parts)
-        return f"{line} ({listed} differ{'s' * (len(others) == 1)}{': ' * bool(parts)}{', '.join(parts)})"
+
+        *others, last = (_whose(name) for name in self.differing)
+        text = f"{last} differs"
+        if others:
+            text = f"{', '.join(others)} and {last} differ"
+
+        parts: dict[str, None] = {}  # each once, in order
+        for own_parts in self.differing.values():
+            parts |= dict.fromkeys(own_parts)
+        if parts:
+            text += f": {', '.join(parts)}"
+        return f"{line} ({text})"
 
 
 def _whose(name: str) -> str:
-    return f"{'the ' * (name == BASE_FOLDER)}{name}'s"
+    if name == BASE_FOLDER:
+        return f"the {name}'s"
+    return f"{name}'s"
 
 
 @dataclass(frozen=True)
@@ -213,37 +239,49 @@ class CompanionPlan:
 
     def owner(self, kind: Kind) -> str | None:
         """Whose companions of a kind the result takes: an expert's name or `base`; None if nobody has any."""
-        return self.owners[kind].owner if kind in self.owners else None
+        ownership = self.owners.get(kind)
+        return None if ownership is None else ownership.owner
 
     @property
     def lines(self) -> list[str]:
         """A line for each kind in which experts or the base differ, and for code that the config refers to; a tokenizer
         and its templates share one."""
+        # Configs that are not the result's, or that could not be compared completely
+        lines = []
+        config_owner = _whose(str(self.config))
+        for name, differences in self.other_configs.items():
+            if differences:
+                keys = ", ".join(differences.values)
+                lines.append(f"config: {config_owner} ({_whose(name)} differs: {keys})")
+            else:
+                lines.append(f"config: {config_owner}; {differences.unknown(_whose(name))}")
+
+        # A tokenizer's own templates are named with it.
         owners = dict(self.owners)
-        lines = [self._config_line(name, differences) for name, differences in self.other_configs.items()]
         tokenizer, template = owners.get("tokenizer"), owners.get("chat_template")
         if tokenizer and template and template.differing and tokenizer.owner == template.owner:
-            both = {
-                name: (*tokenizer.differing.get(name, ()), *template.differing.get(name, ()))
-                for name in {**tokenizer.differing, **template.differing}
-            }
+            both = {}
+            for name in {**tokenizer.differing, **template.differing}:
+                both[name] = (*tokenizer.differing.get(name, ()), *template.differing.get(name, ()))
             owners["tokenizer"] = replace(tokenizer, differing=both)
             del owners["chat_template"]
         lines += [str(ownership) for ownership in owners.values() if ownership.differing]
-        return lines + ([self._code] if self._code else [])
 
-    def _config_line(self, name: str, differences: ConfigDifferences) -> str:
-        """One line on a config that is not the result's, or that could not be compared completely."""
-        owner = _whose(str(self.config))
-        if not differences:
-            return f"config: {owner}; {differences.unknown(_whose(name))}"
-        return f"config: {owner} ({_whose(name)} differs: {', '.join(differences.values)})"
+        # Code that the config refers to, which is not copied
+        config_folder = self.folders.get(self.config or "")
+        if config_folder is not None and "auto_map" in config_folder.config:
+            code = code_in(config_folder.folder)
+            if code:
+                lines.append(f"code: not copied ({', '.join(code)}); copy it yourself if you trust it")
+        return lines
 
     @property
     def generation(self) -> Mapping[str, Any] | None:
         """The result's generation settings, with the ids of its tokenizer; None if nobody has any."""
         owner = self.owner("generation")
-        return None if owner is None else with_ids(self.folders[owner].generation or {}, *self._ids(owner))
+        if owner is None:
+            return None
+        return with_ids(self.folders[owner].generation or {}, *self._ids(owner))
 
     def differences(self, folder: Companions, kind: Kind) -> tuple[str, ...]:
         """In what a folder's companions of a kind differ from those that the result would have."""
@@ -253,14 +291,6 @@ class CompanionPlan:
         if kind == "tokenizer" and self.united is not None and self.united.added:
             return tuple(part for part in parts if part != "added tokens")
         return parts
-
-    @property
-    def _code(self) -> str:
-        """A line about the code that the config refers to, which is not copied; empty if there is none."""
-        owner = self.folders.get(self.config or "")
-        if owner is None or "auto_map" not in owner.config or not (names := code_in(owner.folder)):
-            return ""
-        return f"code: not copied ({', '.join(names)}); copy it yourself if you trust it"
 
     @property
     def prompt_record(self) -> dict[str, str]:
@@ -276,7 +306,8 @@ class CompanionPlan:
     @property
     def prompt_lines(self) -> list[str]:
         """The lines on what prompts depend on."""
-        return [str(one) for kind in ("tokenizer", "chat_template") if (one := self.owners.get(kind)) and one.differing]
+        kinds: tuple[Kind, Kind] = ("tokenizer", "chat_template")
+        return [str(self.owners[kind]) for kind in kinds if kind in self.owners and self.owners[kind].differing]
 
     @property
     def record(self) -> dict[str, str]:
@@ -292,27 +323,32 @@ class CompanionPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Each kind's owner, and who differs in what, as plain data."""
-        differing = {name: list(found.values) for name, found in self.other_configs.items() if found}
-        config = {} if self.config is None else {"config": {"from": self.config, "differing": differing}}
-        kinds = {
-            kind: {"from": one.owner, "differing": {name: list(parts) for name, parts in one.differing.items()}}
-            for kind, one in self.owners.items()
-        }
-        return config | kinds
+        content: dict[str, Any] = {}
+        if self.config is not None:
+            keys = {name: list(differences.values) for name, differences in self.other_configs.items() if differences}
+            content["config"] = {"from": self.config, "differing": keys}
+        for kind, ownership in self.owners.items():
+            parts = {name: list(own_parts) for name, own_parts in ownership.differing.items()}
+            content[kind] = {"from": ownership.owner, "differing": parts}
+        return content
 
     def write(self, target: Path) -> None:
         """Write everything that goes beside an adapter into the folder `target`."""
         if self.united is not None:
-            write_united(self.united, {name: one.folder for name, one in self.folders.items()}, target)
+            write_united(self.united, {name: companions.folder for name, companions in self.folders.items()}, target)
         template = self.owner("chat_template")
         if template is not None:
             write_templates(self.folders[template].templates or {}, target)
-        for kind in ("processor", "pooling"):
-            if (owner := self.owner(kind)) is not None:
-                source = self.folders[owner]
-                copy_files(getattr(source, kind), source.folder, target)
-        if (owner := self.owner("generation")) is not None:
-            source = self.folders[owner]
+
+        processor, pooling = self.owner("processor"), self.owner("pooling")
+        if processor is not None:
+            copy_files(self.folders[processor].processor, self.folders[processor].folder, target)
+        if pooling is not None:
+            copy_files(self.folders[pooling].pooling, self.folders[pooling].folder, target)
+
+        generation = self.owner("generation")
+        if generation is not None:
+            source = self.folders[generation]
             if self.generation != source.generation:
                 write_json(target / GENERATION_CONFIG, self.generation or {})
             else:
@@ -329,6 +365,7 @@ class CompanionPlan:
         owner = self.folders[self.config]
         copy_files(files_inside(owner.folder, LEGAL_FILES), owner.folder, target)
         self.write(target)
+
         changed = config_with_ids(config, *self._ids(self.config))
         if changed == owner.config:  # the same bytes; it may be a link, since it was read as this config before
             shutil.copyfile(owner.folder / MODEL_CONFIG, target / MODEL_CONFIG)
@@ -375,40 +412,50 @@ class CompanionPlan:
         folders = {name: Companions(folder) for name, folder in experts.items()}
         if base is not None:
             folders[BASE_FOLDER] = Companions(base)
-        compared = folders | ({BASE_FOLDER: Companions(beside)} if base is None and beside is not None else {})
+        compared = dict(folders)
+        if base is None and beside is not None:
+            compared[BASE_FOLDER] = Companions(beside)
+
+        # The tokenizer: the chosen one's, or one for all experts
         owners: dict[Kind, Ownership] = {}
-        is_chosen_elsewhere = tokenizer == BASE_FOLDER and base is None
-        if is_chosen_elsewhere:  # an adapter without a tokenizer has that of its base
+        united = None
+        if tokenizer == BASE_FOLDER and base is None:  # an adapter without a tokenizer has that of its base
             differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
             owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
-        elif tokenizer is not None:
-            _check_chosen("tokenizer", tokenizer, folders)
-        if template is not None:
             _check_chosen("chat_template", template, folders)
-        united = None if is_chosen_elsewhere else unite(experts, base, rows=rows, chosen=tokenizer)
-        if united is not None and tokenizer is not None:
-            owners["tokenizer"] = _tokenizer(united, compared)
-        elif united is not None:
-            united = replace(
-                united, owner=_plainest("tokenizer", united.owner, folders) if not united.added else united.owner
-            )
-            owners["tokenizer"] = _tokenizer(united, compared)
+        else:
+            _check_chosen("tokenizer", tokenizer, folders)
+            _check_chosen("chat_template", template, folders)
+            united = unite(experts, base, rows=rows, chosen=tokenizer)
+            if united is not None:
+                if tokenizer is None and not united.added:
+                    united = replace(united, owner=_plainest("tokenizer", united.owner, folders))
+                owners["tokenizer"] = _tokenizer(united, compared)
+
+        # Every other kind: the first one's that has any
         for kind in get_args(Kind)[1:]:
-            names = [name for name, one in folders.items() if one.has(kind)]
-            if kind == "chat_template" and (tokenizer or template):
+            names = [name for name, companions in folders.items() if companions.has(kind)]
+            is_chosen = kind == "chat_template" and (tokenizer or template)
+            if is_chosen:
                 # An expert that is chosen but has no template was trained with the base's, if any.
                 names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
-                owners |= {kind: Ownership(kind, names[0], _differing(kind, names[0], compared))} if names else {}
-            elif names:
-                owner = _plainest(kind, names[0], folders)
+            if names:
+                owner = names[0] if is_chosen else _plainest(kind, names[0], folders)
                 owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
-        compared_configs = {
-            name: ConfigDifferences.between(folders[config].config, folders[name].config)
-            for name in (*models, *([BASE_FOLDER] if base is not None else []))
-            if config is not None and name != config
-        }
-        others = {name: found for name, found in compared_configs.items() if found or found.not_compared}
-        return CompanionPlan(folders, config, others, owners, united, rows)
+
+        # The other configs, where they differ from the owner's
+        other_configs: dict[str, ConfigDifferences] = {}
+        if config is not None:
+            others = [*models]
+            if base is not None:
+                others.append(BASE_FOLDER)
+            for name in others:
+                if name == config:
+                    continue
+                differences = ConfigDifferences.between(folders[config].config, folders[name].config)
+                if differences or differences.not_compared:
+                    other_configs[name] = differences
+        return CompanionPlan(folders, config, other_configs, owners, united, rows)
 
     @staticmethod
     def decide_prompts(
@@ -433,21 +480,28 @@ class CompanionPlan:
         """A line for the tokenizer, and for the templates, where experts differ from the base that an engine runs."""
         if base is None:
             return []
-        folders = {BASE_FOLDER: Companions(base), **{name: Companions(folder) for name, folder in experts.items()}}
+        folders = {BASE_FOLDER: Companions(base)}
+        for name, folder in experts.items():
+            folders[name] = Companions(folder)
+
+        lines = []
         kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
-        owners = [
-            Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
-            for kind in kinds
-            if folders[BASE_FOLDER].has(kind)
-        ]
-        return [f"{ownership}; the engine uses the base's" for ownership in owners if ownership.differing]
+        for kind in kinds:
+            if not folders[BASE_FOLDER].has(kind):
+                continue
+            ownership = Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))
+            if ownership.differing:
+                lines.append(f"{ownership}; the engine uses the base's")
+        return lines
 
 
 _CHOICES: Mapping[Kind, str] = {"tokenizer": "tokenizer", "chat_template": "chat_template_from"}  # their parameters
 
 
-def _check_chosen(kind: Kind, name: str, folders: Mapping[str, Companions]) -> None:
-    """Refuse the choice of somebody who takes no part, or has no companions of this kind."""
+def _check_chosen(kind: Kind, name: str | None, folders: Mapping[str, Companions]) -> None:
+    """Refuse the choice of somebody who takes no part, or has no companions of this kind; None chooses nobody."""
+    if name is None:
+        return
     parameter = _CHOICES[kind]
     if name not in folders:
         raise ArgumentError(
@@ -473,18 +527,24 @@ def _plainest(kind: Kind, owner: str, folders: Mapping[str, Companions]) -> str:
 
 def _differing(kind: Kind, owner: str, folders: Mapping[str, Companions]) -> dict[str, tuple[str, ...]]:
     """Those whose companions of a kind differ from the owner's: name → in what."""
-    others = {name: one for name, one in folders.items() if name != owner and one.has(kind)}
-    differing = {name: folders[owner].differences(one, kind) for name, one in others.items()}
-    return {name: parts for name, parts in differing.items() if parts}
+    differing = {}
+    for name, companions in folders.items():
+        if name == owner or not companions.has(kind):
+            continue
+        parts = folders[owner].differences(companions, kind)
+        if parts:
+            differing[name] = parts
+    return differing
 
 
 def _tokenizer(united: United, folders: Mapping[str, Companions]) -> Ownership:
     """The ownership of the tokenizer. One whose tokens are all in the result's does not differ by having fewer."""
-    differing = {}
+    differing: dict[str, tuple[str, ...]] = {}
     for name, parts in _differing("tokenizer", united.owner, folders).items():
-        left = parts if name in united.others else tuple(part for part in parts if part not in TOKEN_PARTS)
-        if left:
-            differing[name] = left
-    return Ownership(
-        "tokenizer", united.owner, differing | {name: () for name in united.others if name not in differing}
-    )
+        if name not in united.others:
+            parts = tuple(part for part in parts if part not in TOKEN_PARTS)
+        if parts:
+            differing[name] = parts
+    for name in united.others:
+        differing.setdefault(name, ())
+    return Ownership("tokenizer", united.owner, differing)

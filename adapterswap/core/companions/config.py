@@ -78,10 +78,10 @@ class ConfigDifferences:
 
     def text(self, one: str, other: str) -> str:
         """What differs, such as `rms_norm_eps is 1e-06 in math and 1e-05 in swahili`."""
-        return "; ".join(
-            f"{key} is {_short(first)} in {one} and {_short(second)} in {other}"
-            for key, (first, second) in self.values.items()
-        )
+        texts = []
+        for key, (first, second) in self.values.items():
+            texts.append(f"{key} is {_short(first)} in {one} and {_short(second)} in {other}")
+        return "; ".join(texts)
 
     def unknown(self, whose: str) -> str:
         """A sentence about the keys that were not compared with `whose` config."""
@@ -102,21 +102,32 @@ class ConfigDifferences:
         """
         if all(map(pads_only_to_generate, (one, other))):
             ignoring = (*ignoring, _PAD)
-        ours, theirs = (_computing(config, ignoring) for config in (one, other))
-        values = _differing(ours, theirs)
+        values = _differing(_computing(one, ignoring), _computing(other, ignoring))
         if not values:
             return ConfigDifferences({})
-        by_class = (
-            [_by_class(config) for config in (one, other)] if one.get("model_type") == other.get("model_type") else []
-        )
-        if by_class and None not in by_class:
-            ours, theirs = (_computing(config or {}, ignoring) for config in by_class)
-            return ConfigDifferences(_differing(ours, theirs))
+
+        # The class in transformers knows the defaults.
+        if one.get("model_type") == other.get("model_type"):
+            ours, theirs = _by_class(one), _by_class(other)
+            if ours is not None and theirs is not None:
+                return ConfigDifferences(_differing(_computing(ours, ignoring), _computing(theirs, ignoring)))
+
         # A value in place of an object, or the reverse, is no default that could be unknown.
-        replaced = {key for key in values if any(inner.startswith(f"{key}.") for inner in values)}
-        replaced |= {key for key in values if any(key.startswith(f"{outer}.") for outer in replaced)}
-        lacking = tuple(key for key, pair in values.items() if MISSING in pair and key not in replaced)
-        return ConfigDifferences({key: pair for key, pair in values.items() if key not in lacking}, lacking)
+        replaced: set[str] = set()
+        for key in values:
+            if any(inner.startswith(f"{key}.") for inner in values):
+                replaced.add(key)
+        for outer in list(replaced):
+            replaced.update(key for key in values if key.startswith(f"{outer}."))
+
+        known: dict[str, tuple[Any, Any]] = {}
+        unknown: list[str] = []
+        for key, pair in values.items():
+            if MISSING in pair and key not in replaced:
+                unknown.append(key)
+            else:
+                known[key] = pair
+        return ConfigDifferences(known, tuple(unknown))
 
 
 def _short(value: Any) -> str:
@@ -124,8 +135,12 @@ def _short(value: Any) -> str:
 
 
 def _differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    pairs = {key: (ours.get(key, MISSING), theirs.get(key, MISSING)) for key in {**ours, **theirs}}
-    return {key: (first, second) for key, (first, second) in pairs.items() if first is MISSING or first != second}
+    differing = {}
+    for key in {**ours, **theirs}:
+        first, second = ours.get(key, MISSING), theirs.get(key, MISSING)
+        if first is MISSING or first != second:
+            differing[key] = (first, second)
+    return differing
 
 
 def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str, Any]:

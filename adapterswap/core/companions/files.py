@@ -69,21 +69,21 @@ def copy_files(paths: Iterable[Path], folder: Path, target: Path) -> None:
 
 def differing_files(one: Path, our_files: Sequence[Path], other: Path, their_files: Sequence[Path]) -> tuple[str, ...]:
     """In what the files of two folders differ, such as `preprocessor_config.json: size`; the name if one lacks it."""
-    ours, theirs = (
-        {path.relative_to(folder).as_posix(): path for path in paths}
-        for folder, paths in ((one, our_files), (other, their_files))
-    )
+    ours = {path.relative_to(one).as_posix(): path for path in our_files}
+    theirs = {path.relative_to(other).as_posix(): path for path in their_files}
+
     differing = []
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in ours or name not in theirs:
             differing.append(name)
             continue
+
         first, second = _content(ours[name]), _content(theirs[name])
-        if not isinstance(first, dict) or not isinstance(second, dict):
-            differing += [name] * (first != second)
-            continue
-        keys = sorted((first.keys() | second.keys()) - _LABELS)
-        differing += [f"{name}: {key}" for key in keys if first.get(key) != second.get(key)]
+        if isinstance(first, dict) and isinstance(second, dict):
+            keys = sorted((first.keys() | second.keys()) - _LABELS)
+            differing += [f"{name}: {key}" for key in keys if first.get(key) != second.get(key)]
+        elif first != second:
+            differing.append(name)
     return tuple(differing)
 
 

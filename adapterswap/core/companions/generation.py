@@ -24,7 +24,9 @@ _IDS = (_END, *_SINGLE)
 def read_generation(folder: Path) -> dict[str, Any] | None:
     """The content of a folder's generation_config.json; None if there is none."""
     path = folder / GENERATION_CONFIG
-    return read_json(path, _REMEDY) if os.path.exists(path) else None
+    if not os.path.exists(path):
+        return None
+    return read_json(path, _REMEDY)
 
 
 def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
@@ -37,8 +39,11 @@ def differing_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 def _value(key: str, value: Any) -> Any:
     """A setting to compare: of ends, which may be one number or several, the set of them."""
     if key == _END and value is not None:
-        return {*map(repr, value)} if isinstance(value, list) else {repr(value)}
-    return None if value is False and key != _CACHE else value
+        ends = value if isinstance(value, list) else [value]
+        return set(map(repr, ends))
+    if value is False and key != _CACHE:
+        return None
+    return value
 
 
 def with_ids(settings: Mapping[str, Any], ids: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, Any]:
@@ -50,25 +55,37 @@ def with_ids(settings: Mapping[str, Any], ids: Mapping[str, int], earlier: Mappi
         earlier: the same of the tokenizer to which the settings belong.
     """
     changed = dict(settings)
-    if (end := ids.get(_END)) is not None and end != earlier.get(_END):
-        changed[_END] = _ends(settings.get(_END), end, earlier.get(_END))
-    for key in _SINGLE:
-        if (new := ids.get(key)) is not None and new != earlier.get(key):
+    for key in _IDS:
+        new = ids.get(key)
+        if new is None or new == earlier.get(key):
+            continue
+        if key == _END:
+            changed[key] = _ends(settings.get(key), new, earlier.get(key))
+        else:
             changed[key] = new
     return changed
 
 
 def config_with_ids(config: Mapping[str, Any], ids: Mapping[str, int], earlier: Mapping[str, int]) -> dict[str, Any]:
     """The same for a config.json, whose ids may be those of the models nested in it."""
-    nested = {key: value for key, value in config.items() if isinstance(value, Mapping) and value.keys() & {*_IDS}}
-    changed = dict(config) if nested and not config.keys() & {*_IDS} else with_ids(config, ids, earlier)
-    return changed | {key: with_ids(value, ids, earlier) for key, value in nested.items()}
+    nested = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value.keys() & {*_IDS}:
+            nested[key] = with_ids(value, ids, earlier)
+
+    has_none_itself = nested and not config.keys() & {*_IDS}
+    changed = dict(config) if has_none_itself else with_ids(config, ids, earlier)
+    return changed | nested
 
 
 def _ends(current: Any, end: int, earlier: int | None) -> Any:
     """The ids at which generation stops: the tokenizer's own in place of the earlier one; others stay."""
-    listed = current if isinstance(current, list) else [] if current is None else [current]
+    if current is None:
+        return end
+    listed = current if isinstance(current, list) else [current]
     if end in listed:
         return current
-    others = [number for number in listed if number != earlier]
-    return [end, *others] if others else [end] if isinstance(current, list) else end
+    ends = [end, *(number for number in listed if number != earlier)]
+    if len(ends) == 1 and not isinstance(current, list):
+        return end
+    return ends

@@ -57,19 +57,25 @@ TOKEN_PARTS = frozenset({"vocabulary", "merges", "added tokens", "special tokens
 
 def differing_parts(one: Path, other: Path) -> tuple[str, ...]:
     """What differs between the tokenizers of two folders, in words such as `eos` and `added tokens`."""
-    folders = one, other
-    settings, files = [_settings(folder) for folder in folders], [_slow_files(folder) for folder in folders]
-    are_fast = [os.path.exists(folder / FAST) for folder in folders]
-    said_once = {key for key in _WHERE_BOTH_SAY if not all(key in content for content in settings)}
-    lacking = files[0].keys() ^ files[1].keys() if all(are_fast) else frozenset()
-    names = [*_different(*settings, but=said_once), *_different(*files, but=lacking)]
-    added = [_added_elsewhere(folder) for folder in folders]
-    if not all(are_fast) or added[0] != added[1] or _fast_bytes(one) != _fast_bytes(other):
-        # Parsing a large vocabulary takes longer than composing adapters.
-        sections = [dict(_sections(folder)) for folder in folders]
-        for content, own in zip(sections, added, strict=True):
-            content["added_tokens"] = {**content.get("added_tokens", {}), **own}
-        names += _different(*sections)
+    are_fast = os.path.exists(one / FAST) and os.path.exists(other / FAST)
+
+    # Settings, without those that only one version of transformers writes
+    ours, theirs = _settings(one), _settings(other)
+    said_once = {key for key in _WHERE_BOTH_SAY if key not in ours or key not in theirs}
+    names = _different(ours, theirs, but=said_once)
+
+    # The files of slow tokenizers, which need not be there beside a fast one
+    our_files, their_files = _slow_files(one), _slow_files(other)
+    lacking = our_files.keys() ^ their_files.keys() if are_fast else frozenset[str]()
+    names += _different(our_files, their_files, but=lacking)
+
+    # The sections of tokenizer.json. Parsing a large vocabulary takes longer than composing adapters.
+    our_added, their_added = _added_elsewhere(one), _added_elsewhere(other)
+    if not are_fast or our_added != their_added or read_inside(one, FAST) != read_inside(other, FAST):
+        our_sections, their_sections = dict(_sections(one)), dict(_sections(other))
+        our_sections["added_tokens"] = {**our_sections.get("added_tokens", {}), **our_added}
+        their_sections["added_tokens"] = {**their_sections.get("added_tokens", {}), **their_added}
+        names += _different(our_sections, their_sections)
     return tuple(dict.fromkeys(_WORDS.get(name, name) for name in names))
 
 
@@ -80,8 +86,13 @@ def _different(one: Mapping[str, Any], other: Mapping[str, Any], *, but: Collect
 def special_ids(folder: Path) -> dict[str, int]:
     """The ids of a tokenizer's special tokens, as `eos_token_id` → id, without those that it does not know."""
     settings = _settings(folder)
-    tokens = {f"{role}_id": settings.get(role) for role in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    named = {key: token for key, token in tokens.items() if isinstance(token, str)}
+    named: dict[str, str] = {}
+    for role in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = settings.get(role)
+        if isinstance(token, str):
+            named[f"{role}_id"] = token
+
+    # Other files than tokenizer.json name most of them
     ids: dict[str, int] = {token["content"]: number for number, token in _added_elsewhere(folder).items()}
     if any(token not in ids for token in named.values()):
         sections = _sections(folder)
@@ -90,12 +101,15 @@ def special_ids(folder: Path) -> dict[str, int]:
             vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
         listed = {token["content"]: number for number, token in sections.get("added_tokens", {}).items()}
         ids = {**(vocabulary or {}), **listed, **ids}
+
     return {key: ids[token] for key, token in named.items() if token in ids}
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
     content = read_inside(folder, name)
-    return {} if content is None else parse_json(content, str(folder / name), _REMEDY)
+    if content is None:
+        return {}
+    return parse_json(content, str(folder / name), _REMEDY)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -112,24 +126,31 @@ def _settings(folder: Path) -> dict[str, Any]:
         elif key not in _NEUTRAL:
             plain[key] = _text(value)
     plain["special_tokens"] = sorted(special)
-    if isinstance(name := plain.get("tokenizer_class"), str):
-        name = name.removesuffix("Fast")
-        plain["tokenizer_class"] = _SAME_CLASS.get(name, name)
-    if isinstance(most := plain.get("model_max_length"), int | float) and most >= _UNLIMITED:
+
+    class_name = plain.get("tokenizer_class")
+    if isinstance(class_name, str):
+        class_name = class_name.removesuffix("Fast")
+        plain["tokenizer_class"] = _SAME_CLASS.get(class_name, class_name)
+    longest = plain.get("model_max_length")
+    if isinstance(longest, int | float) and longest >= _UNLIMITED:
         del plain["model_max_length"]
     return {key: value for key, value in plain.items() if not _is_default(key, value)}
 
 
 def _text(token: Any) -> Any:
     """A token as text: files hold it as text, or as an object with its flags. Other values stay."""
-    return token["content"] if isinstance(token, dict) and isinstance(token.get("content"), str) else token
+    if isinstance(token, dict) and isinstance(token.get("content"), str):
+        return token["content"]
+    return token
 
 
 def _is_default(key: str, value: Any) -> bool:
     """Whether a setting says what its absence says."""
     if key in _WHERE_BOTH_SAY:
         return value is None
-    return bool(value == _DEFAULTS[key]) if key in _DEFAULTS else not value
+    if key in _DEFAULTS:
+        return bool(value == _DEFAULTS[key])
+    return not value
 
 
 def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
@@ -139,8 +160,11 @@ def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
         return {int(key): _flagged(token) for key, token in decoder.items()}
     if os.path.exists(folder / FAST):
         return {}
-    listed = {key: number for key, number in _object(folder, _ADDED).items() if isinstance(number, int)}
-    return {number: _flagged({"content": text}) for text, number in listed.items()}
+    added: dict[int, dict[str, Any]] = {}
+    for text, number in _object(folder, _ADDED).items():
+        if isinstance(number, int):
+            added[number] = _flagged({"content": text})
+    return added
 
 
 def _is_id(key: str) -> bool:
@@ -153,20 +177,18 @@ def _flagged(token: Mapping[str, Any]) -> dict[str, Any]:
 
 def _slow_files(folder: Path) -> dict[str, Any]:
     """The files of slow tokenizers, by name: JSON and lines by what they hold, others by their hashes."""
-    contents = {path.name: read_inside(folder, path.name) for path in files_inside(folder, _SLOW)}
-    return {name: _held(name, content) for name, content in contents.items() if content is not None}
-
-
-def _held(name: str, content: bytes) -> Any:
-    if name.endswith(".json"):
-        return _parsed(content, name)
-    if name.endswith(".txt"):
-        return [line for line in content.splitlines() if not line.startswith(b"#version")]
-    return hashlib.sha256(content).hexdigest()
-
-
-def _fast_bytes(folder: Path) -> bytes | None:
-    return read_inside(folder, FAST)
+    files: dict[str, Any] = {}
+    for path in files_inside(folder, _SLOW):
+        content = read_inside(folder, path.name)
+        if content is None:
+            continue
+        if path.suffix == ".json":
+            files[path.name] = _parsed(content, path.name)
+        elif path.suffix == ".txt":
+            files[path.name] = [line for line in content.splitlines() if not line.startswith(b"#version")]
+        else:
+            files[path.name] = hashlib.sha256(content).hexdigest()
+    return files
 
 
 def _parsed(content: bytes, where: str) -> Any:
@@ -180,41 +202,55 @@ def _parsed(content: bytes, where: str) -> Any:
 def _sections(folder: Path) -> Mapping[str, Any]:
     """The sections of tokenizer.json, the model's own among them; nothing if there is no such file."""
     path = folder / FAST
-    return _read_sections(path, Stamps.of([path])) if os.path.exists(path) else {}
+    if not os.path.exists(path):
+        return {}
+    return _read_sections(path, Stamps.of([path]))
 
 
 @lru_cache(maxsize=4)
 def _read_sections(path: Path, version: Stamps) -> Mapping[str, Any]:
-    content = _parsed(_fast_bytes(path.parent) or b"", str(path))
+    content = _parsed(read_inside(path.parent, FAST) or b"", str(path))
     if not isinstance(content, dict):
         raise ExpertError(f"{path} is not a JSON object", _REMEDY)
     _check(content, path)
+
     sections = {key: _plain(value) for key, value in content.items() if key not in ("version", "model", "added_tokens")}
-    model = content.get("model") or {}
-    own = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
-    sections["model"] = {key: value for key, value in own.items() if value is not None and value is not False}
-    sections["vocab"] = model.get("vocab")
-    sections["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
+
+    # The model's vocabulary and merges are sections of their own. A setting that is null or false says nothing.
+    model = dict(content.get("model") or {})
+    sections["vocab"] = model.pop("vocab", None)
+    merges = model.pop("merges", None) or ()
+    sections["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    sections["model"] = {key: value for key, value in model.items() if value is not None and value is not False}
+
     sections["added_tokens"] = {token["id"]: _flagged(token) for token in content.get("added_tokens") or ()}
     return sections
 
 
 def _check(content: Mapping[str, Any], path: Path) -> None:
     """Refuse a tokenizer.json whose sections are of other types than tokenizers reads."""
-    model, added = ({} if content.get(key) is None else content[key] for key in ("model", "added_tokens"))
-    added = added or []
-    vocabulary = model.get("vocab") or {} if isinstance(model, dict) else {}
-    pairs = vocabulary if isinstance(vocabulary, list) else []
-    is_right = {
-        "model": isinstance(model, dict),
-        "model.vocab": isinstance(vocabulary, dict | list)
-        and all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs),
-        "model.merges": not isinstance(model, dict) or isinstance(model.get("merges"), list | None),
-        "added_tokens": isinstance(added, list)
-        and all(isinstance(token, dict) and isinstance(token.get("id"), int) for token in added),
-    }
-    if wrong := [name for name, right in is_right.items() if not right]:
-        raise ExpertError(f"{path}: {wrong[0]} is not what a tokenizer.json has there", _REMEDY)
+
+    def refuse_unless(is_right: bool, name: str) -> None:
+        if not is_right:
+            raise ExpertError(f"{path}: {name} is not what a tokenizer.json has there", _REMEDY)
+
+    model = content.get("model")
+    if model is not None:
+        refuse_unless(isinstance(model, dict), "model")
+        vocabulary = model.get("vocab") or {}
+        refuse_unless(isinstance(vocabulary, dict | list), "model.vocab")
+        if isinstance(vocabulary, list):  # Unigram's, with a score for each token
+            refuse_unless(all(map(_is_scored, vocabulary)), "model.vocab")
+        refuse_unless(isinstance(model.get("merges"), list | None), "model.merges")
+
+    added = content.get("added_tokens") or []
+    refuse_unless(isinstance(added, list), "added_tokens")
+    for token in added:
+        refuse_unless(isinstance(token, dict) and isinstance(token.get("id"), int), "added_tokens")
+
+
+def _is_scored(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def _plain(section: Any) -> Any:
@@ -223,5 +259,7 @@ def _plain(section: Any) -> Any:
         return [_plain(item) for item in section]
     if not isinstance(section, dict):
         return section
-    said = {key: _plain(value) for key, value in section.items()}
-    return {"use_regex": True, **said} if section.get("type") == "ByteLevel" else said
+    plain = {key: _plain(value) for key, value in section.items()}
+    if section.get("type") == "ByteLevel":
+        plain.setdefault("use_regex", True)
+    return plain

@@ -47,11 +47,14 @@ def write_templates(templates: Templates, target: Path) -> None:
     if templates == (read_templates(target) or {}) and not only_for_processors:
         return
     settings = _object(target, SETTINGS)
+
+    # Everything that stands there goes.
     if settings.pop(_KEY, None) is not None:
         (target / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for name in (JINJA, LEGACY):
         (target / name).unlink(missing_ok=True)
     shutil.rmtree(target / MORE, ignore_errors=True)
+
     for name, text in templates.items():
         if name == _PROCESSOR:
             (target / LEGACY).write_text(json.dumps({_KEY: text}, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -64,14 +67,18 @@ def write_templates(templates: Templates, target: Path) -> None:
 def _files(folder: Path) -> dict[str, str]:
     """The templates that are files of their own."""
     places = {_DEFAULT: JINJA}
-    places |= {path.stem: f"{MORE}/{path.name}" for path in files_inside(folder, [f"{MORE}/*.jinja"])}
+    for path in files_inside(folder, [f"{MORE}/*.jinja"]):
+        places[path.stem] = f"{MORE}/{path.name}"
+
     templates: dict[str, str] = {}
     for name, place in places.items():
-        if (content := read_inside(folder, place, limit=_MOST)) is not None:
-            try:
-                templates[name] = _one_newline(content.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise ExpertError(f"{folder / place} is not UTF-8 text: {error.reason}", "Save it as UTF-8") from None
+        content = read_inside(folder, place, limit=_MOST)
+        if content is None:
+            continue
+        try:
+            templates[name] = _one_newline(content.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ExpertError(f"{folder / place} is not UTF-8 text: {error.reason}", "Save it as UTF-8") from None
     return templates
 
 
@@ -81,15 +88,22 @@ def _entries(value: Any, path: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {_DEFAULT: _one_newline(value)}
-    if isinstance(value, list):
-        entries = [entry if isinstance(entry, dict) else {} for entry in value]
-        named = [(entry.get("name"), entry.get("template")) for entry in entries]
-    else:
-        named = list(value.items()) if isinstance(value, dict) else [(None, None)]
+
+    named: list[tuple[Any, Any]] = [(None, None)]
+    if isinstance(value, dict):
+        named = list(value.items())
+    elif isinstance(value, list):
+        named = []
+        for entry in value:
+            fields = entry if isinstance(entry, dict) else {}
+            named.append((fields.get("name"), fields.get("template")))
+
+    templates: dict[str, str] = {}
     for name, text in named:
         if not isinstance(name, str) or not isinstance(text, str) or not re.fullmatch(r"[\w-][\w. -]{0,99}", name):
             raise ExpertError(f"{path} has a chat template without a name or a text", _REMEDY)
-    return {str(name): _one_newline(str(text)) for name, text in named}
+        templates[name] = _one_newline(text)
+    return templates
 
 
 def _one_newline(text: str) -> str:
@@ -100,4 +114,6 @@ def _one_newline(text: str) -> str:
 def _object(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of a folder; an empty object if there is none."""
     content = read_inside(folder, name)
-    return {} if content is None else parse_json(content, str(folder / name), _REMEDY)
+    if content is None:
+        return {}
+    return parse_json(content, str(folder / name), _REMEDY)

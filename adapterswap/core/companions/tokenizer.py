@@ -47,7 +47,9 @@ def tokenizer_files(folder: Path) -> list[Path]:
 def tokenizer_bytes(folder: Path) -> bytes | None:
     """The content of the tokenizer.json in a folder, to compare without parsing; None if it has none."""
     path = folder / FAST
-    return path.read_bytes() if path.is_file() else None
+    if not path.is_file():
+        return None
+    return path.read_bytes()
 
 
 def read_tokens(folder: Path) -> Tokens | None:
@@ -84,13 +86,17 @@ def tokenizer_differences(one: Path, other: Path) -> tuple[str, ...]:
     """In what two folders' tokenizers differ, as words such as `eos` or `pre-tokenizer`; nothing if one has none."""
     if not (has_tokenizer(one) and has_tokenizer(other)):
         return ()
-    return differing_parts(one, other) if has_vocabulary(one) == has_vocabulary(other) else ("only settings",)
+    if has_vocabulary(one) != has_vocabulary(other):
+        return ("only settings",)
+    return differing_parts(one, other)
 
 
 def token_clashes(one: Path, other: Path) -> list[str]:
     """Where the tokens of two folders disagree, as `clashes`; nothing if one of them has no tokenizer.json."""
     ours, theirs = read_tokens(one), read_tokens(other)
-    return clashes(ours, theirs) if ours and theirs else []
+    if not ours or not theirs:
+        return []
+    return clashes(ours, theirs)
 
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:
@@ -98,8 +104,11 @@ def clashes(one: Tokens, other: Tokens) -> list[str]:
     by_id = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
     if by_id:
         return by_id
-    ids, others = ({token: i for i, token in tokens.items()} for tokens in (one, other))
-    return [f"{t!r} is {ids[t]} and {others[t]}" for t in sorted(ids.keys() & others.keys()) if ids[t] != others[t]]
+
+    ours = {token: i for i, token in one.items()}
+    theirs = {token: i for i, token in other.items()}
+    both = sorted(ours.keys() & theirs.keys())
+    return [f"{token!r} is {ours[token]} and {theirs[token]}" for token in both if ours[token] != theirs[token]]
 
 
 def unite(
@@ -120,36 +129,56 @@ def unite(
     Returns:
         The tokenizer; None if no folder holds one.
     """
-    folders = {**experts, **({} if base is None else {BASE_FOLDER: base})}
+    folders = dict(experts)
+    if base is not None:
+        folders[BASE_FOLDER] = base
+
+    # Who has a tokenizer; only settings count if nobody has more
     holders = {name: folder for name, folder in folders.items() if has_tokenizer(folder)}
     if not holders:
         return None
     whole = {name: folder for name, folder in holders.items() if has_vocabulary(folder) or name == chosen}
     holders = whole or holders
-    fast = {name: content for name, folder in holders.items() if (content := tokenizer_bytes(folder)) is not None}
-    if len(set(fast.values())) < 2:  # reading a large vocabulary takes longer than composing adapters
+
+    # Equal files need not be read: a large vocabulary takes longer than composing adapters.
+    fast: dict[str, bytes] = {}
+    for name, folder in holders.items():
+        content = tokenizer_bytes(folder)
+        if content is not None:
+            fast[name] = content
+    if len(set(fast.values())) < 2:
         return United(chosen or next(iter(holders)))
+
+    # The tokens of each that fits the embedding, and those that each brings: all but what another one replaced
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
-    beyond = {name for name, own_tokens in tokens.items() if rows is not None and max(own_tokens, default=0) >= rows}
+    beyond: set[str] = set()
+    if rows is not None:
+        beyond = {name for name, own_tokens in tokens.items() if max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
-    replaced, old = _replaced({name: tokens[name] for name in within}), tokens.get(BASE_FOLDER, {})
-    wanted = {
-        name: {i: token for i, token in own_tokens.items() if i not in replaced or token != old[i]}
-        for name, own_tokens in tokens.items()
-    }
+    base_tokens = tokens.get(BASE_FOLDER, {})
+    replaced: dict[int, str] = {}
+    for name in within if BASE_FOLDER in within else ():
+        replaced |= {i: token for i, token in tokens[name].items() if base_tokens.get(i, token) != token}
+    brought: dict[str, Tokens] = {}
+    for name, own_tokens in tokens.items():
+        brought[name] = {i: token for i, token in own_tokens.items() if i not in replaced or token != base_tokens[i]}
 
     def fits(name: str) -> tuple[bool, bool]:
         """Whether a tokenizer has all tokens, and whether it has all that replace the base's."""
-        has_all = all(tokens[name].items() >= wanted[other].items() for other in within)
+        has_all = all(tokens[name].items() >= brought[other].items() for other in within)
         return has_all, tokens[name].items() >= replaced.items()
 
+    # Whose it is: of those that differ only in tokens, the one that has most of them
     first = chosen or next(name for name in holders if name in within or name not in fast)
     if chosen is None and first in tokens:
         alike = [name for name in within if TOKEN_PARTS.issuperset(differing_parts(holders[first], holders[name]))]
         first = max(alike, key=fits)
+
+    # What the others add to it, unless it clashes with what is there
     added: dict[int, Path] = {}
-    all_tokens, others = dict(tokens.get(first, {})), []
-    for name, own_tokens in wanted.items():
+    all_tokens = dict(tokens.get(first, {}))
+    others: list[str] = []
+    for name, own_tokens in brought.items():
         if name not in (first, BASE_FOLDER) and len(own_tokens) < len(tokens[name]):
             others.append(name)
         if (name in beyond and name != first) or clashes(all_tokens, own_tokens):
@@ -161,18 +190,14 @@ def unite(
     return United(first, added, tuple(dict.fromkeys(others)))
 
 
-def _replaced(tokens: Mapping[str, Tokens]) -> Tokens:
-    """The tokens by which experts replaced tokens of the base, such as reserved ones."""
-    base = tokens.get(BASE_FOLDER, {})
-    return {i: token for own in tokens.values() for i, token in own.items() if base.get(i, token) != token}
-
-
 def write_united(united: United, folders: Mapping[str, Path], target: Path) -> None:
     """Write the files of a united tokenizer into the folder `target`; `folders` maps experts to their folders."""
     owner = folders[united.owner]
     copy_files(tokenizer_files(owner), owner, target)
     if not united.added:
         return
+
+    # The added tokens of the owner and of the others, by their ids
     content = json.loads((target / FAST).read_text(encoding="utf-8"))
     entries = {entry["id"]: entry for entry in content["added_tokens"]}
     expected = dict(read_tokens(folders[united.owner]) or {})
@@ -182,6 +207,7 @@ def write_united(united: United, folders: Mapping[str, Path], target: Path) -> N
         theirs = json.loads((folder / FAST).read_text(encoding="utf-8"))["added_tokens"]
         entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
         expected[number] = (read_tokens(folder) or {})[number]
+
     content["added_tokens"] = [entries[number] for number in sorted(entries)]
     (target / FAST).write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
     if read_tokens(target) != expected:

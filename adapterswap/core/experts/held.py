@@ -281,12 +281,10 @@ def _ignored(
             parents.update(name[: dot.start()] for dot in re.finditer(r"\.", name))
         parents.difference_update(names)
 
-    loaded: set[str] = set()
-    loaded_parents: set[str] | None = None
-    with problems.collect():
-        loaded = _loaded(config, names)
-        loaded_parents = _loaded(config, parents)
-    if loaded_parents is None:
+    try:
+        loaded, loaded_parents = _loaded(config, names), _loaded(config, parents)
+    except ExpertError as error:
+        problems.keep(error.within(problems.where))
         return ()
     if loaded_parents:
         problems.add(
