@@ -369,9 +369,9 @@ def _triangle(gram: Core, lengths: Core) -> tuple[Core, Core] | None:
     if not np.diagonal(lower).all():
         return None
     inverse = np.linalg.inv(lower)
-    if float(np.sum(np.square(inverse))) > _ILL_CONDITIONED:
-        return None
-    return np.asarray(lower), np.asarray(inverse)
+    if float(np.sum(np.square(inverse))) <= _ILL_CONDITIONED:  # not so with NaN, from columns of zeros
+        return np.asarray(lower), np.asarray(inverse)
+    return None
 
 
 def _equal(first: Factors, second: Factors) -> bool:

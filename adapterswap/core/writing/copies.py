@@ -54,14 +54,14 @@ class Comparable(NamedTuple):
         """Whether two weights are equal, or one is the other rounded to its own dtype."""
         if self.shape != other.shape:
             return False
+
+        # The dtypes in which all blocks so far are equal
         equal_in = {self.dtype, other.dtype}
         for cut in row_ranges(math.prod(self.shape), _ELEMENTS):
             left, right = self.read(*cut), other.read(*cut)
-            equal_in = {
-                dtype
-                for dtype in equal_in
-                if np.array_equal(_rounded(left, self.dtype, dtype), _rounded(right, other.dtype, dtype))
-            }
+            for dtype in list(equal_in):
+                if not np.array_equal(_rounded(left, self.dtype, dtype), _rounded(right, other.dtype, dtype)):
+                    equal_in.remove(dtype)
             if not equal_in:
                 return False
         return True
@@ -85,7 +85,9 @@ class Carried(NamedTuple):
 
 
 def _rounded(numbers: Numbers, held_in: str, dtype: str) -> Numbers:
-    return numbers if held_in == dtype else Dtype(dtype).unpack(Dtype(dtype).pack(numbers), numbers.shape)
+    if held_in == dtype:
+        return numbers
+    return Dtype(dtype).unpack(Dtype(dtype).pack(numbers), numbers.shape)
 
 
 def check_one_base(adapters: Mapping[str, Adapter]) -> None:
@@ -95,19 +97,21 @@ def check_one_base(adapters: Mapping[str, Adapter]) -> None:
         for module in adapter.factors.values():
             if module.base is not None:
                 copies_of.setdefault(module.name, {})[expert] = module.base
-    shared = {name: copies for name, copies in copies_of.items() if len(copies) > 1}
+    shared = [copies for copies in copies_of.values() if len(copies) > 1]
     if not shared:
         return
+
     problems = Problems(ExpertError)
     with open_files(adapter.file for adapter in adapters.values()) as files:
-        for copies in shared.values():
-            weights = {
-                expert: Comparable.of(copy, files[adapters[expert].file.path]) for expert, copy in copies.items()
-            }
+        for copies in shared:
+            weights: dict[str, Comparable] = {}
+            for expert, copy in copies.items():
+                weights[expert] = Comparable.of(copy, files[adapters[expert].file.path])
+
             # Two roundings of a third weight may differ, so compare all copies with the most precise one.
             first = min(weights, key=lambda expert: Dtype.FLOATS.index(weights[expert].dtype))
-            for expert, copy in weights.items():
-                if expert != first and not weights[first].is_one_with(copy):
+            for expert, weight in weights.items():
+                if expert != first and not weights[first].is_one_with(weight):
                     problems.add(
                         f"The experts {first!r} and {expert!r} were trained on different bases: each carries a copy "
                         f"of its own ({copies[expert].name}), and they differ",
@@ -124,6 +128,7 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     tied = [(name, part) for name, adapter in adapters.items() for part in adapter.tokens.values() if part.tied]
     if not tied:
         return
+
     problems = Problems(ExpertError)
     with open_files(adapters[expert].file for expert, _ in tied) as files:
         for expert, part in tied:
@@ -145,11 +150,12 @@ def check_copies(expert: str, adapter: Adapter, base: Checkpoint, *, effect: str
     problems = Problems(ExpertError)
     stored, located, _ = locate_all({expert: adapter}, base, problems)
     problems.raise_if_any()
-    carried = [
-        Carried(expert, adapter, key, place.change.copy, Whole.of(stored[key].path, stored[key].tensor))
-        for key, place in located[expert].items()
-        if place.change.copy is not None
-    ]
+
+    carried: list[Carried] = []
+    for key, place in located[expert].items():
+        if place.change.copy is not None:
+            own = Whole.of(stored[key].path, stored[key].tensor)
+            carried.append(Carried(expert, adapter, key, place.change.copy, own))
     check_base(carried, base, effect=effect, remedy=remedy)
 
 
@@ -167,13 +173,16 @@ def check_base(carried: Iterable[Carried], base: Checkpoint, *, effect: str, rem
     compared = [entry for entry in carried if entry.own.tensor.dtype in Dtype.FLOATS]
     if not compared:
         return
+
     problems = Problems(BaseModelError)
     adapters = {entry.adapter.file.path: entry.adapter.file for entry in compared}
     with open_files([*adapters.values(), *base.shards]) as files:
         for entry in compared:
-            copy, base_shape = Comparable.of(entry.copy, files[entry.adapter.file.path]), entry.own.tensor.shape
+            copy = Comparable.of(entry.copy, files[entry.adapter.file.path])
+            base_shape = entry.own.tensor.shape
             if copy.shape[1:] == base_shape[1:] and copy.shape[0] > base_shape[0]:
                 copy = copy._replace(shape=base_shape)
+
             if not copy.is_one_with(Comparable.of(entry.own.tensor, files[entry.own.path])):
                 problems.add(
                     f"{entry.expert} was trained on another {entry.name} than {base.name} has: it carries a copy "

@@ -18,6 +18,7 @@ from adapterswap.core.writing.copies import Carried, check_base, check_one_base,
 from adapterswap.core.writing.loadable import check_form, check_fusing, check_renaming
 from adapterswap.core.writing.outputs import Form, Layout
 from adapterswap.kit.errors import ExpertError, UnsupportedError
+from adapterswap.kit.files.tensorfile import Tensor
 
 if TYPE_CHECKING:
     from adapterswap.core.writing.stream import ModelForm  # composing does not need it
@@ -70,6 +71,7 @@ def _quantization(full: FullWeights) -> None:
     plan, base = full.plan, full.plan.base.weights
     if base is None or base.quantization is None:
         return
+
     remedy = "Pass `dequantize=True`, or the original base in floating point"
     if full.form.dtype is not None:
         raise UnsupportedError(
@@ -89,10 +91,16 @@ def _quantization(full: FullWeights) -> None:
 def _copies(plan: Plan) -> Iterator[Carried]:
     """The experts' copies of base weights whose LoRA takes part."""
     for slot in plan:
-        terms = (term for part in (slot, *slot.spans) for term in part.terms)
-        adapted = [term for term in terms if term.change.lora is not None]
-        for expert, copy in {term.expert: term.change.copy for term in adapted}.items():
-            if copy is not None and slot.base is not None:
+        if slot.base is None:
+            continue
+        copies: dict[str, Tensor | None] = {}  # of each expert one, though it may enter on several sides
+        for part in (slot, *slot.spans):
+            for term in part.terms:
+                if term.change.lora is not None:
+                    copies[term.expert] = term.change.copy
+
+        for expert, copy in copies.items():
+            if copy is not None:
                 yield Carried(expert, plan.adapters[expert], slot.name, copy, slot.base)
 
 
@@ -102,11 +110,16 @@ def _tokens(full: FullWeights) -> None:
     united = plan.companions.united
     if united is None or not any(slot.spans for slot in plan):
         return
+
+    # The tokens of the tokenizer that the result would have
     folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
     tokens = dict(read_tokens(folders[united.owner]) or {})
     tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
+
     for slot in plan:
-        for span in (span for span in slot.spans if span.is_new):
+        for span in slot.spans:
+            if not span.is_new:
+                continue
             expert = span.terms[0].expert
             theirs = read_tokens(folders[expert]) or {}
             odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)

@@ -14,7 +14,7 @@ that differ go into the patterns. No tensor is read; the base is looked up if it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.writing.kind_layout import lay_out_kind, lay_out_tokens
-from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
+from adapterswap.core.writing.others_layout import lay_out_kind
+from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced, common_dtype
 from adapterswap.core.writing.peft_config import Shape, adapter_config, most_common
 from adapterswap.core.writing.resolution import Resolved
-from adapterswap.core.writing.saved_layout import only_tokens, saved_tensors
+from adapterswap.core.writing.saved_layout import saved_tensors
+from adapterswap.core.writing.tokens_layout import lay_out_tokens, only_tokens
 
 # Of the scale in the portable layout: any rank times it is an alpha that `check_written` accepts.
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -29, 13
@@ -72,7 +73,11 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         shapes = {}
         for module in modules:
             shapes[module.name] = _shape(module, ranks[module.name], module.name in reduced, rslora, common)
-        rank, alpha = _global_pair(shapes.values(), common)
+        # The most frequent pair, of modules with the common scale if there are any
+        pairs = [(shape.rank, shape.alpha) for shape in shapes.values() if math.isclose(shape.scale, common)]
+        if not pairs:
+            pairs = [(shape.rank, shape.alpha) for shape in shapes.values()]
+        rank, alpha = most_common(pairs, default=(1, 1.0))
 
     # A and B of each module
     tensors: list[OutputTensor] = []
@@ -86,7 +91,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     variant = variant_of(modules)
     for module in modules if variant else ():
         tensors += _variant_tensors(module, shapes[module.name], variant, plan)
-    tensors += _base_copies(modules)
+    for module in modules:
+        tensors += _base_copy(module)
     for saved_module in plan.saved.values():
         tensors += saved_tensors(saved_module, plan, ranks)
 
@@ -98,14 +104,6 @@ def _in_dtype(layout: Layout, dtype: str | None) -> Layout:
     if dtype is None:
         return layout
     return replace(layout, tensors=tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
-
-
-def _global_pair(shapes: Collection[Shape], common: float) -> tuple[int, float]:
-    """The most frequent pair of rank and alpha of the modules with the scale `common`; of all, if none has it."""
-    agreeing = [(shape.rank, shape.alpha) for shape in shapes if math.isclose(shape.scale, common)]
-    everywhere = [(shape.rank, shape.alpha) for shape in shapes]
-    pair: tuple[int, float] = most_common(agreeing or everywhere, default=(1, 1.0))
-    return pair
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
@@ -221,17 +219,18 @@ def _fan_in_fan_out(plan: Plan) -> bool:
 
 def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: float) -> Shape:
     part = module.loras[0]
-    copied = bool(module.owner) and not is_reduced
-    if copied and part.rslora == rslora:
-        return Shape(rank, part.alpha, part.scale)
-    return Shape.of_scale(rank, rslora, part.scale if copied else common)
+    if not module.owner or is_reduced:
+        return Shape.of_scale(rank, rslora, common)
+    if part.rslora != rslora:
+        return Shape.of_scale(rank, rslora, part.scale)
+    return Shape(rank, part.alpha, part.scale)
 
 
 def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
     first = module.loras[0] if module.terms else _like(module, resolved.plan)
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
-    common_dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+    dtype_of_all = dtypes.pop() if len(dtypes) == 1 else "F32"
 
     # A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'
     a_pieces, b_pieces = [], []
@@ -247,14 +246,13 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
         offset += part.rank
 
     if first.parameter:
-        return list(_fused(first, shape, a_pieces, b_pieces, common_dtype, resolved.plan))
+        return list(_fused(first, shape, a_pieces, b_pieces, dtype_of_all, resolved.plan))
 
     factors = []
+    sizes = ((shape.rank, first.in_features), (first.out_features, shape.rank))
     for axis, (key, pieces) in enumerate(zip(first.keys, (a_pieces, b_pieces), strict=True)):
-        dims = (shape.rank, first.in_features) if axis == 0 else (first.out_features, shape.rank)
-        dtype = pieces[0].tensor.dtype if module.owner and pieces else common_dtype
-        written = _wide_enough(dtype, pieces) if dtype == "F16" else dtype
-        factors.append(OutputTensor(key, written, dims, axis, tuple(pieces)))
+        dtype = pieces[0].tensor.dtype if module.owner and pieces else dtype_of_all
+        factors.append(OutputTensor(key, _wide_enough(dtype, pieces), sizes[axis], axis, tuple(pieces)))
     return factors
 
 
@@ -284,8 +282,9 @@ def _fused(
 
 def _wide_enough(dtype: str, pieces: Sequence[Piece]) -> str:
     """The dtype of a factor: float32 in place of float16 if all its numbers become much smaller."""
-    shrinks = pieces and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces)
-    return "F32" if dtype == "F16" and shrinks else dtype
+    if dtype == "F16" and pieces and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces):
+        return "F32"
+    return dtype
 
 
 def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
@@ -304,17 +303,19 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
     """The module of an expert that does not take part, with the slot's name and shape."""
-    candidates = (
-        adapter.modules[module.module] for adapter in plan.adapters.values() if module.module in adapter.modules
-    )
-    return replace(next(candidates), name=module.name)
+    candidates = [adapter.modules.get(module.module) for adapter in plan.adapters.values()]
+    return replace(next(filter(None, candidates)), name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:
     """Truncated factors, padded with zeros to `rank` if it is given."""
     for tensor in tensors:
-        out, width = tensor.shape
-        yield replace(tensor, shape=(rank or out, width) if tensor.axis == 0 else (out, rank or width))
+        if rank is None:
+            yield tensor
+        elif tensor.axis == 0:  # A, rank×in
+            yield replace(tensor, shape=(rank, tensor.shape[1]))
+        else:  # B, out×rank
+            yield replace(tensor, shape=(tensor.shape[0], rank))
 
 
 def _variant_tensors(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
@@ -338,21 +339,21 @@ def _variant_tensors(module: Slot, shape: Shape, variant: Mapping[str, Any], pla
                 factor = 1.0
             pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
 
-        size = pieces[0].tensor.shape if pieces else (first.out_features,)
-        dtypes = {piece.tensor.dtype for piece in pieces} or {first.dtype}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "F32"
+        size: tuple[int, ...] = (first.out_features,)
+        dtype = first.dtype
+        if pieces:
+            size, dtype = pieces[0].tensor.shape, common_dtype(pieces)
         yield OutputTensor(ModuleKeys(module.name).part(part), dtype, size, None, tuple(pieces))
 
 
-def _base_copies(modules: Iterable[Slot]) -> Iterator[OutputTensor]:
+def _base_copy(module: Slot) -> Iterator[OutputTensor]:
     """The base's own weight next to the LoRA of an embedding, if an expert carries it; LoRA never changes it.
 
     All experts carry the same copy; see `copies.check_one_base`.
     """
-    for module in modules:
-        for term, lora in zip(module.terms, module.loras, strict=True):
-            base = lora.base
-            if base is not None:
-                piece = Piece(term.expert, term.change.path, base)
-                yield OutputTensor(ModuleKeys(module.name).base_copy, base.dtype, base.shape, 0, (piece,))
-                break
+    for term, lora in zip(module.terms, module.loras, strict=True):
+        base = lora.base
+        if base is not None:
+            piece = Piece(term.expert, term.change.path, base)
+            yield OutputTensor(ModuleKeys(module.name).base_copy, base.dtype, base.shape, 0, (piece,))
+            return

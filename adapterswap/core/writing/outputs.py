@@ -158,11 +158,10 @@ class Spool:
                     self._file = _Unnamed(self._folder)
                 write_at(self._file.number, data, offset)
             except OSError as error:
-                place, remedy = self._folder or tempfile.gettempdir(), "Set TMPDIR to a folder with free space"
-                raise OutputError(
-                    f"Cannot write temporary files to {place}: {error.strerror}",
-                    "Free some space there" if self._folder else remedy,
-                ) from None
+                place, remedy = tempfile.gettempdir(), "Set TMPDIR to a folder with free space"
+                if self._folder is not None:
+                    place, remedy = str(self._folder), "Free some space there"
+                raise OutputError(f"Cannot write temporary files to {place}: {error.strerror}", remedy) from None
         return Stored(shape, data.size, None, self._file, offset)
 
     def keep(self, key: str, dtype: str, values: npt.NDArray[np.float32]) -> None:
@@ -240,9 +239,10 @@ class Form:
         """Whether a module must be reduced: it is nonlinear, its rank is too high, or the form allows an error."""
         if not module.terms:
             return False
+        if not module.is_linear or (self.max_error is not None and not module.owner):
+            return True
         has_rank = all(term.change.lora is not None for term in module.terms)  # (IA)³, OFT … have none, and are copied
-        too_high = self.max_rank is not None and has_rank and module.total_rank > self.max_rank
-        return not module.is_linear or too_high or (self.max_error is not None and not module.owner)
+        return self.max_rank is not None and has_rank and module.total_rank > self.max_rank
 
 
 @dataclass(frozen=True)
@@ -262,6 +262,11 @@ class Piece:
     cut: tuple[int, int] | None = None
 
     @property
+    def is_unchanged(self) -> bool:
+        """Whether it is the whole tensor as it stands in the file."""
+        return self.factor == 1 and self.rows is None and self.cut is None
+
+    @property
     def source(self) -> Tensor:
         """The tensor, or only its rows in `cut`."""
         if self.cut is None:
@@ -271,6 +276,14 @@ class Piece:
         row = self.tensor.nbytes // count
         start = self.tensor.start + first * row
         return replace(self.tensor, shape=(last - first, *rest), start=start, stop=start + (last - first) * row)
+
+
+def common_dtype(pieces: Iterable[Piece]) -> str:
+    """The dtype of all pieces, or float32 if they differ."""
+    dtypes = {piece.tensor.dtype for piece in pieces}
+    if len(dtypes) != 1:
+        return "F32"
+    return dtypes.pop()
 
 
 @dataclass(frozen=True)
@@ -298,10 +311,10 @@ class OutputTensor:
         """Whether the bytes of all pieces can be copied unchanged."""
         if self.data is not None:
             return False
-        alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
-        return (alone or self.axis == 0) and all(
-            p.factor == 1 and p.rows is None and p.cut is None and p.tensor.dtype == self.dtype for p in self.pieces
-        )
+        is_alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
+        if not is_alone and self.axis != 0:
+            return False
+        return all(piece.is_unchanged and piece.tensor.dtype == self.dtype for piece in self.pieces)
 
     @property
     def alone(self) -> Piece | None:
@@ -309,7 +322,9 @@ class OutputTensor:
         if self.data is not None or len(self.pieces) != 1:
             return None
         piece = self.pieces[0]
-        return piece if piece.tensor.shape == self.shape and piece.factor == 1 and piece.rows is None else None
+        if piece.tensor.shape != self.shape or piece.factor != 1 or piece.rows is not None:
+            return None
+        return piece
 
     def assemble(self, files: Mapping[Path, int]) -> Bytes:
         """Its bytes, computed from the pieces, which are in these open files."""
@@ -324,14 +339,16 @@ class OutputTensor:
                     numbers *= piece.rows[:, None]
                 if self.axis is None:
                     values += numbers
+                    continue
+
+                # Along the axis; rows that are cut out of several tensors for one place are added up.
+                width = piece.source.shape[self.axis]
+                place = (slice(None),) * self.axis + (slice(piece.offset, piece.offset + width),)
+                if piece.cut is not None and piece.offset in offsets:
+                    values[place] += numbers
                 else:
-                    width = piece.source.shape[self.axis]
-                    place = (slice(None),) * self.axis + (slice(piece.offset, piece.offset + width),)
-                    if piece.cut is not None and piece.offset in offsets:
-                        values[place] += numbers
-                    else:
-                        values[place] = numbers
-                    offsets.add(piece.offset)
+                    values[place] = numbers
+                offsets.add(piece.offset)
         return Dtype(self.dtype).finite_bytes(values, self.key)
 
 
@@ -371,6 +388,7 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     Tensors with larger elements come first, then they are sorted by name: so every tensor is aligned, and the same
     tensors give the same bytes. The header is padded with spaces to a multiple of 8 bytes.
     """
+    # Offsets in the header count from its end.
     placed: dict[str, Tensor] = {}
     offset = 0
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -379,8 +397,10 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
         placed[name] = Tensor(name, dtype, shape, offset, stop)
         offset = stop
+
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
+
     start = 8 + len(raw)
     moved = {name: Tensor(name, t.dtype, t.shape, t.start + start, t.stop + start) for name, t in placed.items()}
     return len(raw).to_bytes(8, "little") + raw, moved

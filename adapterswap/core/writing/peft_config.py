@@ -48,6 +48,21 @@ def check_base_name(base_model: str | None) -> None:
         )
 
 
+def purpose(
+    peft_type: str,
+    task_type: str | None,
+    auto_mapping: Mapping[str, Any] | None,
+    base_model: str | None,
+    revision: str | None,
+) -> dict[str, Any]:
+    """The keys of a config that say what an adapter is for; for the arguments see `AdapterConfig`."""
+    check_base_name(base_model)
+    content: dict[str, Any] = {"peft_type": peft_type, "task_type": task_type}
+    if auto_mapping and task_type is None:
+        content["auto_mapping"] = dict(auto_mapping)
+    return {**content, "base_model_name_or_path": base_model, "revision": revision}
+
+
 def adapter_config(
     shapes: Mapping[str, Shape],
     common: tuple[int, float] | None = None,
@@ -70,7 +85,6 @@ def adapter_config(
         saved: modules trained in full. For the other arguments see `AdapterConfig`.
         variant: settings for a variant of LoRA in all modules, such as `use_dora`.
     """
-    check_base_name(base_model)
     if common is None:
         common = most_common(((shape.rank, shape.alpha) for shape in shapes.values()), default=(1, 1.0))
     rank, alpha = common
@@ -84,15 +98,8 @@ def adapter_config(
         if shapes[name].alpha != alpha:
             alphas[name] = _as_whole_number(shapes[name].alpha)
 
-    classes: dict[str, Any] = {}
-    if auto_mapping and task_type is None:
-        classes["auto_mapping"] = dict(auto_mapping)
     return {
-        "peft_type": LORA,
-        "task_type": task_type,
-        **classes,
-        "base_model_name_or_path": base_model,
-        "revision": revision,
+        **purpose(LORA, task_type, auto_mapping, base_model, revision),
         "r": rank,
         "lora_alpha": _as_whole_number(alpha),
         "use_rslora": rslora,

@@ -22,6 +22,7 @@ from adapterswap.core.changes.joint import Joint
 from adapterswap.core.changes.kinds import Change, Whole
 from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
+from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
@@ -41,9 +42,12 @@ def sides_magnitudes(plan: Plan) -> dict[str, float]:
     for slot in plan:
         if slot.rule is not None and slot.rule.weights:
             shares_of |= {side: slot.rule.sides[side] for side in slot.weights}
+
     magnitudes = {side: _magnitude(shares, plan) for side, shares in shares_of.items()}
     problems = Problems(ExpertError)
-    for side in (side for side, magnitude in magnitudes.items() if magnitude == 0):
+    for side, magnitude in magnitudes.items():
+        if magnitude != 0:
+            continue
         problems.add(
             f"{side} changes nothing (its mean |ΔW| is 0, as in an untrained expert), and `weights: magnitude` divides "
             "by that",
@@ -68,16 +72,18 @@ def _adapters_magnitude(read: FactorReader, shares: Mapping[str, float], adapter
 
     For several experts it is the magnitude of their average, over the modules that any of them adapts.
     """
+    # Every module that any of them adapts, with the shares of those that do
+    shares_of: dict[str, list[tuple[float, str, LoraModule]]] = {}
+    for expert, share in shares.items():
+        for name, module in adapters[expert].modules.items():
+            shares_of.setdefault(name, []).append((share, expert, module))
+
     total, rows = 0.0, 0
-    modules_of = {expert: adapters[expert].modules for expert in shares}
-    for name in dict.fromkeys(name for modules in modules_of.values() for name in modules):
-        parts = [
-            (share, read(expert, modules_of[expert][name]))
-            for expert, share in shares.items()
-            if name in modules_of[expert]
-        ]
-        means = _joined(parts).row_magnitudes(name)
-        total, rows = total + float(means.sum()), rows + means.size
+    for name, entering in shares_of.items():
+        joined = _joined([(share, read(expert, module)) for share, expert, module in entering])
+        means = joined.row_magnitudes(name)
+        total += float(means.sum())
+        rows += means.size
     return total / rows
 
 
@@ -88,21 +94,33 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     problems = Problems(BaseModelError)
     parameters, located, tied = locate_all(adapters, base, problems)
     problems.raise_if_any()
+
+    checkpoints = [full[name] for name in shares if name in full]
+    opened = [adapter.file for adapter in adapters.values()]
+    for checkpoint in (*checkpoints, base):
+        opened += checkpoint.shards
+
     total, rows = 0.0, 0
-    shards = [shard for name in shares if name in full for shard in full[name].shards]
-    with open_files([*shards, *base.shards, *(adapter.file for adapter in adapters.values())]) as files:
+    with open_files(opened) as files:
         for key, original in parameters.items():
-            base_weight = Whole.of(original.path, original.tensor)
-            stored = {name: full[name].parameters for name in shares if name in full}
-            tensors = {name: own[tied.source(key, own) if tied else key] for name, own in stored.items()}
-            dtypes = {original.tensor.dtype, *(parameter.tensor.dtype for parameter in tensors.values())}
+            # What each expert does to this weight
+            changes: dict[str, Change] = {}
+            dtypes = {original.tensor.dtype}
+            for name in shares:
+                if name in full:
+                    own = full[name].parameters
+                    stored = own[tied.source(key, own) if tied else key]
+                    changes[name] = Whole.of(stored.path, stored.tensor)
+                    dtypes.add(stored.tensor.dtype)
+            for name, by_key in located.items():
+                if key in by_key:
+                    changes[name] = by_key[key].change
             if len(original.tensor.shape) < 2 or not dtypes <= set(Dtype.FLOATS):
                 continue
-            changes: dict[str, Change] = {
-                name: Whole.of(tensor.path, tensor.tensor) for name, tensor in tensors.items()
-            }
-            changes |= {name: by_key[key].change for name, by_key in located.items() if key in by_key}
+
+            # The sum of |ΔW| over each row of W as stored, divided by the length of a row of ΔW
             readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
+            base_weight = Whole.of(original.path, original.tensor)
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if base.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
@@ -131,12 +149,12 @@ class Resolved:
 
     def kept_share(self) -> dict[str, float]:
         """The share of each side's rows that the threshold keeps, over the side's modules."""
-        rows_of: dict[str, list[npt.NDArray[np.bool_]]] = {}
+        kept: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for (side, _), mask in self.kept_rows.items():
-            rows_of.setdefault(side, []).append(mask)
-        return {
-            side: float(sum(m.sum() for m in masks) / sum(m.size for m in masks)) for side, masks in rows_of.items()
-        }
+            kept[side] = kept.get(side, 0) + int(mask.sum())
+            rows[side] = rows.get(side, 0) + mask.size
+        return {side: kept[side] / rows[side] for side in rows}
 
     @staticmethod
     def of(plan: Plan) -> Resolved:
@@ -149,6 +167,7 @@ class Resolved:
         threshold = plan.composition.row_threshold
         if not (by_magnitude or by_angle or threshold):
             return Resolved(plan)
+
         magnitudes = sides_magnitudes(plan)
         with FactorReader.open(plan.adapters) as read:
             slots = {slot.name: _settled(slot, magnitudes, read, apart=threshold is not None) for slot in plan}
@@ -166,11 +185,17 @@ def side_factors(
     kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
 ) -> dict[str, Factors]:
     """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'."""
-    sides = slot.rule.sides if slot.rule else {}
+    sides: Mapping[str, Mapping[str, float]] = {}
+    if slot.rule is not None:
+        sides = slot.rule.sides
+
     parts_of: dict[str, list[tuple[float, Factors]]] = {}
     for term in slot.terms:
-        share = sides[term.side][term.expert] if term.side in sides else 1.0
+        share = 1.0
+        if term.side in sides:
+            share = sides[term.side][term.expert]
         parts_of.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
+
     combined = {side: _joined(parts) for side, parts in parts_of.items()}
     for side, factors in combined.items():
         rows = (kept_rows or {}).get((side, slot.name))
@@ -182,14 +207,9 @@ def side_factors(
 def _joined(parts: list[tuple[float, Factors]]) -> Factors:
     """Σ share·ΔW as factors."""
     (share, factors), *more = parts
-    return factors if share == 1 and not more else Factors.concatenated(parts)
-
-
-def _magnitude_weights(rule: Rule, weights: Mapping[str, float], magnitudes: Mapping[str, float]) -> dict[str, float]:
-    """The sides' weights divided by their magnitudes, then by their sum if the rule normalizes."""
-    divided = {side: weight / magnitudes[side] for side, weight in weights.items()}
-    total = math.fsum(divided.values()) if rule.normalizes else 1.0
-    return {side: weight / total for side, weight in divided.items()}
+    if share == 1 and not more:
+        return factors
+    return Factors.concatenated(parts)
 
 
 def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
@@ -197,14 +217,20 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
     rule = slot.rule
     if rule is None or slot.in_full or not (rule.weights or (slot.has_span and slot.is_low_rank)):
         return slot
-    if rule.weights:
-        weights = _magnitude_weights(rule, slot.weights, magnitudes)
+
+    if rule.weights:  # divided by the sides' magnitudes, then by their sum if the rule normalizes
+        divided = {side: weight / magnitudes[side] for side, weight in slot.weights.items()}
+        total = math.fsum(divided.values()) if rule.normalizes else 1.0
+        weights = {side: weight / total for side, weight in divided.items()}
     else:
         weights = rule.coefficients_of(_gram(slot, rule, read))
         apart = apart or not any(weights.values())  # a module of zeros is written as one
+
     settled = slot.reweighted(weights, apart=apart)
+    if not slot.is_stored:
+        return settled
     # A stored tensor needs the base while its rule waits for magnitudes; from now on its coefficients decide.
-    return replace(settled, rule=rule.model_copy(update={"weights": None})) if slot.is_stored else settled
+    return replace(settled, rule=rule.model_copy(update={"weights": None}))
 
 
 def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]:
@@ -212,6 +238,7 @@ def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]
     sides = side_factors(slot, read)
     names = list(rule.blend or {})
     present = [place for place, name in enumerate(names) if name in sides]
+
     gram = np.zeros((len(names), len(names)))
     joint = Joint([sides[names[place]] for place in present])
     for i, row in enumerate(present):

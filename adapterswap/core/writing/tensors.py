@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +49,7 @@ def copy_and_hash(
             if known and not run.shifts:
                 file.seek(run.stop)
                 continue
+
             place = run.start
             while place < run.stop:
                 view = buffer[: min(_BUFFER, run.stop - place)]
@@ -60,6 +61,7 @@ def copy_and_hash(
                     raise ExpertError(
                         f"{source.path} became shorter while it was read", "Start again when the file is complete"
                     )
+
                 if not known:
                     digest.update(view.data)
                 if run.shifts and not Dtype(run.dtype).is_finite(view):
@@ -98,9 +100,13 @@ def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[
 
 def _first_not_finite(source: TensorFile, start: int, view: npt.NDArray[np.uint8]) -> Tensor:
     """The first tensor with NaN or infinity in the bytes `view`, which begin at `start` in the file."""
-    within = (tensor for tensor in source.tensors.values() if start < tensor.stop and tensor.start < start + view.size)
-    parts = ((tensor, view[max(tensor.start - start, 0) : tensor.stop - start]) for tensor in within)
-    return next(tensor for tensor, part in parts if not Dtype(tensor.dtype).is_finite(part))
+    for tensor in source.tensors.values():
+        if tensor.stop <= start or start + view.size <= tensor.start:
+            continue
+        part = view[max(tensor.start - start, 0) : tensor.stop - start]
+        if not Dtype(tensor.dtype).is_finite(part):
+            return tensor
+    raise AssertionError("all numbers are finite")
 
 
 _BATCH = 2**19  # bytes that a thread computes before it takes the next batch
@@ -119,7 +125,9 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     size = max((place.stop for place in places.values()), default=len(header))
     computed = [tensor for tensor in layout.tensors if not tensor.is_copied]
     sources = [adapter.file for adapter in plan.adapters.values()]
-    others = {piece.path for tensor in computed for piece in tensor.pieces}  # a base's shards
+    others: set[Path] = set()  # a base's shards
+    for tensor in computed:
+        others.update(piece.path for piece in tensor.pieces)
 
     def compute(tensors: Sequence[OutputTensor]) -> None:
         for tensor in tensors:
@@ -132,10 +140,10 @@ def write_tensors(plan: Plan, layout: Layout, path: Path, known: Mapping[str, st
     ):
         output.write(header)
         output.truncate(size)  # bytes that no piece fills read as zeros
-        hashing = {
-            name: workers.submit(copy_and_hash, name, adapter.file, targets[name], output.fileno(), known.get(name))
-            for name, adapter in plan.adapters.items()
-        }
+        hashing: dict[str, Future[str]] = {}
+        for name, adapter in plan.adapters.items():
+            source, known_hash = adapter.file, known.get(name)
+            hashing[name] = workers.submit(copy_and_hash, name, source, targets[name], output.fileno(), known_hash)
         hashes = {name: future.result() for name, future in hashing.items()}
         list(workers.map(compute, _batches(computed, places)))
     return hashes

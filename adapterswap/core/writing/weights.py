@@ -49,12 +49,13 @@ def write_companions(plan: Plan, form: ModelForm, folder: Path) -> None:
 def resized_vocabulary(plan: Plan, checkpoint: Checkpoint) -> dict[int, int]:
     """A checkpoint's numbers of rows in embeddings and heads that the result resizes → the result's."""
     stored = checkpoint.parameters
-    sizes = {slot.name: slot.shape[0] for slot in plan if slot.has_tokens}
-    return {
-        stored[name].tensor.shape[0]: size
-        for name, size in sizes.items()
-        if name in stored and stored[name].tensor.shape[0] != size
-    }
+    resized: dict[int, int] = {}
+    for slot in plan:
+        if slot.has_tokens and slot.name in stored:
+            rows = stored[slot.name].tensor.shape[0]
+            if rows != slot.shape[0]:
+                resized[rows] = slot.shape[0]
+    return resized
 
 
 def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm, owner: Checkpoint) -> dict[str, Any]:
