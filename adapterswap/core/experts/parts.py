@@ -45,6 +45,11 @@ class _Part:
         return replace(self, name=name, layer=layer)
 
 
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    """Tensors' names and shapes as text, such as `bias 64, weight 64×32`."""
+    return ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in sorted(tensors.items()))
+
+
 @dataclass(frozen=True)
 class LoraModule(_Part):
     """An adapted weight W (out×in) and its factors: ΔW = s·B·A with A (rank×in) and B (out×rank).
@@ -99,13 +104,19 @@ class LoraModule(_Part):
     @property
     def dtype(self) -> str:
         """The dtype of A and B; float32 if they differ."""
-        return self.a.dtype if self.a.dtype == self.b.dtype else "F32"
+        if self.a.dtype != self.b.dtype:
+            return "F32"
+        return self.a.dtype
 
     @property
     def shape(self) -> str:
         """The shape that must agree between experts of one base, as text."""
-        matrices = f"{self.experts}×" if self.experts > 1 else ""
-        return f"{matrices}{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
+        text = f"{self.out_features}×{self.in_features}"
+        if self.experts > 1:
+            text = f"{self.experts}×{text}"
+        if self.embedding:
+            text += " (an embedding)"
+        return text
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ class FullModule(_Part):
     @property
     def shape(self) -> str:
         """The shapes that must agree between experts of one base, as text."""
-        return ", ".join(f"{name} {'×'.join(map(str, tensor.shape))}" for name, tensor in sorted(self.tensors.items()))
+        return _shapes(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -193,9 +204,9 @@ class OpaqueModule(_Part):
         """The shapes that must agree between experts of one base and with the same settings, as text."""
         if self.lora is not None:
             return self.lora.shape
-        tensors = ", ".join(f"{n} {'×'.join(map(str, t.shape))}" for n, t in sorted(self.tensors.items()))
         settings = {**self.settings, **self.values}
-        return f"{tensors} ({self.method}, {', '.join(f'{key} {settings[key]}' for key in sorted(settings))})"
+        listed = ", ".join(f"{key} {settings[key]}" for key in sorted(settings))
+        return f"{_shapes(self.tensors)} ({self.method}, {listed})"
 
 
 Part = LoraModule | OpaqueModule | FullModule
@@ -225,15 +236,19 @@ def compare_shapes(
     differing = [name for name in common if ours[name] != theirs[name]]
     if not differing:
         return
-    width, other_width = (_width(shapes[name] for name in common) for shapes in (ours, theirs))
+
+    # Bases of two widths differ in nearly every module.
+    width, other_width = _width(ours[name] for name in common), _width(theirs[name] for name in common)
     if len(differing) > 1 and width is not None and other_width is not None and width != other_width:
         problems.add(
             f"The hidden size is {width} in {one}, but {other_width} in {other}", remedy, parameter=parameter, kind=kind
         )
         return
+
     first = differing[0]
-    more = f"; {len(differing) - 1} more modules differ" if len(differing) > 1 else ""
-    message = f"{first} is {ours[first]} in {one}, but {theirs[first]} in {other}{more}"
+    message = f"{first} is {ours[first]} in {one}, but {theirs[first]} in {other}"
+    if len(differing) > 1:
+        message += f"; {len(differing) - 1} more modules differ"
     problems.add(message, remedy, parameter=parameter, kind=kind)
 
 
@@ -242,6 +257,12 @@ _MATRIX = re.compile(r"(\d+)×(\d+)")
 
 def _width(shapes: Iterable[str]) -> int | None:
     """The hidden size: the one number that all matrices share; None if there are several, or none."""
-    matrices = [match for shape in shapes if (match := _MATRIX.fullmatch(shape))]
-    shared = set.intersection(*({int(match[1]), int(match[2])} for match in matrices)) if matrices else set()
-    return shared.pop() if len(shared) == 1 else None
+    shared: set[int] | None = None
+    for shape in shapes:
+        matrix = _MATRIX.fullmatch(shape)
+        if matrix is not None:
+            sides = {int(matrix[1]), int(matrix[2])}
+            shared = sides if shared is None else shared & sides
+    if shared is None or len(shared) != 1:
+        return None
+    return shared.pop()

@@ -54,14 +54,12 @@ def _add(deltas: Sequence[Delta]) -> Delta:
 
 def drop(deltas: Mapping[str, Delta], settings: MethodSettings) -> dict[str, Delta]:
     """DARE's drop and rescale: each entry is kept with probability `density` and divided by it."""
-    return {
-        name: np.where(
-            drop_mask(delta.shape, settings["density"], seed=settings["seed"], expert=name, module=settings.module),
-            delta / np.float32(settings["density"]),
-            0,
-        )
-        for name, delta in deltas.items()
-    }
+    density, seed = settings["density"], settings["seed"]
+    dropped = {}
+    for name, delta in deltas.items():
+        kept = drop_mask(delta.shape, density, seed=seed, expert=name, module=settings.module)
+        dropped[name] = np.where(kept, delta / np.float32(density), 0)
+    return dropped
 
 
 def keep_largest(delta: Delta, density: float) -> Delta:
@@ -86,7 +84,9 @@ def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
     count = int(density * size)
     start = max(0, size - count - int(gamma * size))
     cuts = sorted({place for place in (start, start + count) if place < size})
-    ascending = np.argpartition(np.abs(delta), cuts, axis=None) if cuts else np.arange(size)
+    ascending = np.arange(size)
+    if cuts:
+        ascending = np.argpartition(np.abs(delta), cuts, axis=None)
     places = ascending[start : start + count]
     sparse = np.zeros(size, delta.dtype)
     sparse[places] = delta.reshape(-1)[places]
@@ -96,11 +96,15 @@ def keep_between(delta: Delta, density: float, gamma: float) -> Delta:
 def ranked_chances(delta: Delta, density: float, epsilon: float) -> Delta:
     """DELLA's probability of keeping each entry: density - ε for the smallest of its row, density + ε for the largest,
     and evenly by rank between them. Rows run along the last axis."""
-    rows = np.abs(delta).reshape(-1, delta.shape[-1] if delta.ndim else 1)
+    width = delta.shape[-1] if delta.ndim else 1
+    rows = np.abs(delta).reshape(-1, width)
     ranks = np.empty(rows.shape, np.float32)
-    width = rows.shape[1]
     np.put_along_axis(ranks, np.argsort(rows, axis=1, kind="stable"), np.arange(width, dtype=np.float32)[None], axis=1)
-    share = ranks / np.float32(width - 1) if width > 1 else np.full_like(ranks, 0.5)
+
+    # From 0 for the smallest of a row to 1 for its largest
+    share = np.full_like(ranks, 0.5)
+    if width > 1:
+        share = ranks / np.float32(width - 1)
     return np.asarray(np.float32(density - epsilon) + share * np.float32(2 * epsilon), np.float32).reshape(delta.shape)
 
 

@@ -85,7 +85,9 @@ def words_of(field: str, value: object) -> tuple[str, str]:
     parameter = PARAMETERS.get(field)
     if parameter is not None and not parameter.has_option:
         return "--parameter", f"{field}={text}"
-    return "--method-seed" if field == SEED.name else f"--{field.replace('_', '-')}", text
+    if field == SEED.name:
+        return "--method-seed", text
+    return f"--{field.replace('_', '-')}", text
 
 
 RESERVED = frozenset(
@@ -110,9 +112,11 @@ def find_method(name: str) -> Method:
     added = _added()
     if name not in added:
         known = [*BUILT_IN, *ALIASES, *added]
-        parts = [other for other in known if name and name in other]  # `swap` of layer_swap, which is not near enough
-        listed = f"Did you mean {' or '.join(map(repr, parts))}?" if len(parts) in (1, 2, 3) else None
-        remedy = did_you_mean(name, known, listed or f"Choose among {', '.join(known)}")
+        otherwise = f"Choose among {', '.join(known)}"
+        containing = [other for other in known if name and name in other]  # `swap` of layer_swap, which is not near
+        if 1 <= len(containing) <= 3:
+            otherwise = f"Did you mean {' or '.join(map(repr, containing))}?"
+        remedy = did_you_mean(name, known, otherwise)
         raise ArgumentError(f"There is no method {name!r}", remedy, parameter="method")
     return _loaded(name)
 
@@ -123,7 +127,8 @@ def check_name(name: str, *, in_rules: bool) -> str:
         method = find_method(name)
     except (ArgumentError, DependencyError) as error:
         raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
-    if not (method.in_rules if in_rules else method.as_composition):
+    is_allowed = method.in_rules if in_rules else method.as_composition
+    if not is_allowed:
         scope = "rules" if in_rules else "whole compositions"
         raise ValueError(f"{name!r} is not a method of {scope}: choose among {', '.join(names_of(in_rules=in_rules))}")
     return method.name
@@ -139,13 +144,22 @@ def names_of(*, in_rules: bool = False, packages: bool = False) -> list[str]:
 
     `packages` adds aliases and the names from installed packages, without loading them.
     """
-    names = [name for name, method in BUILT_IN.items() if (method.in_rules if in_rules else method.as_composition)]
-    return [*names, *ALIASES, *sorted(_added())] if packages else names
+    if in_rules:
+        names = [name for name, method in BUILT_IN.items() if method.in_rules]
+    else:
+        names = [name for name, method in BUILT_IN.items() if method.as_composition]
+    if packages:
+        names += [*ALIASES, *sorted(_added())]
+    return names
 
 
 def having(parameter: str, *, in_rules: bool = False) -> list[str]:
     """The built-in methods that have a parameter of this name."""
-    return [name for name in names_of(in_rules=in_rules) if any(parameter == p.name for p in BUILT_IN[name].parameters)]
+    names = []
+    for name in names_of(in_rules=in_rules):
+        if any(parameter == declared.name for declared in BUILT_IN[name].parameters):
+            names.append(name)
+    return names
 
 
 @cache
@@ -160,6 +174,7 @@ def _loaded(name: str) -> Method:
     entry = _added()[name]
     entry_point = f"The entry point {name} = {entry.value!r} of {GROUP}"
     remedy = "Correct or uninstall the package that adds it"
+
     try:
         kind = entry.load()
     except Exception as error:  # whatever a package's own code raises
@@ -171,13 +186,16 @@ def _loaded(name: str) -> Method:
             f"{entry_point} has the name {getattr(kind, 'name', None)!r}",
             "Use the same name for the class and the entry point, with lower-case letters, digits and _",
         )
-    if lacking := [
-        field for field in ("title", "reference", "formula") if not isinstance(getattr(kind, field, None), str)
-    ]:
-        raise DependencyError(f"{entry_point} has no `{lacking[0]}`", remedy)
+
+    # What the class declares
+    for field in ("title", "reference", "formula"):
+        if not isinstance(getattr(kind, field, None), str):
+            raise DependencyError(f"{entry_point} has no `{field}`", remedy)
     for parameter in kind.parameters:
-        if (fault := _fault(parameter)) is not None:
+        fault = _fault(parameter)
+        if fault is not None:
             raise DependencyError(f"{entry_point} has the parameter {fault}", remedy)
+
     try:
         return kind()
     except TypeError as error:  # `combine` is not defined, or the class wants arguments

@@ -43,7 +43,10 @@ class _Sparse(NonlinearMethod):
     def combine(self, deltas: Deltas, weights: Mapping[str, float], settings: MethodSettings) -> Delta:
         from adapterswap.core.methods.dense import sum_agreeing, weighted_sum
 
-        return (sum_agreeing if self.elects else weighted_sum)(self.kept(deltas, settings), weights, settings)
+        kept = self.kept(deltas, settings)
+        if self.elects:
+            return sum_agreeing(kept, weights, settings)
+        return weighted_sum(kept, weights, settings)
 
 
 class _Largest(_Sparse):
@@ -198,16 +201,23 @@ class Sce(NonlinearMethod):
         import numpy as np
 
         stacked = np.stack(list(deltas.values()))
+
+        # Only the entries that vary most over the experts
         if settings["select_topk"] < 1:
             variance = stacked.var(axis=0, dtype=np.float64).reshape(-1)
             mask = np.zeros(variance.size, np.bool_)
-            if count := int(np.count_nonzero(variance) * settings["select_topk"]):
+            count = int(np.count_nonzero(variance) * settings["select_topk"])
+            if count:
                 mask[np.argpartition(variance, variance.size - count)[variance.size - count :]] = True
             stacked = np.where(mask.reshape(stacked.shape[1:]), stacked, np.float32(0))
+
+        # The experts' shares η, by their energy
         energy = np.square(stacked, dtype=np.float64).reshape(len(stacked), -1).sum(axis=1)
         if energy.sum() == 0:
             return np.zeros_like(stacked[0])
         shares = (energy / energy.sum()).reshape(-1, *[1] * (stacked.ndim - 1))
+
+        # The average over those with the elected sign
         positive = stacked.sum(axis=0) >= 0
         agreeing = np.where(np.where(positive, stacked > 0, stacked < 0), shares, 0)
         divisor = np.maximum(agreeing.sum(axis=0), 1e-6)
@@ -265,15 +275,14 @@ def _importance(first_weight: Array, second_weight: Array) -> Array:
     """|W_2 - W_1|·KL of the rows' softmaxes; in float64, because the two differ by little, and a few rows at a time."""
     import numpy as np
 
-    rows = [
-        np.atleast_1d(array).reshape(-1, array.shape[-1] if array.ndim else 1)
-        for array in (first_weight, second_weight)
-    ]
-    importance = np.empty_like(rows[0])
-    step = max(1, _BLOCK // importance.shape[1])
+    width = first_weight.shape[-1] if first_weight.ndim else 1
+    first_rows, second_rows = first_weight.reshape(-1, width), second_weight.reshape(-1, width)
+    importance = np.empty_like(first_rows)
+    step = max(1, _BLOCK // width)
     for start in range(0, len(importance), step):
-        first, second = (part[start : start + step].astype(np.float64) for part in rows)
-        q, p = (_softmax(part) + 1e-8 for part in (first, second))
+        first = first_rows[start : start + step].astype(np.float64)
+        second = second_rows[start : start + step].astype(np.float64)
+        q, p = _softmax(first) + 1e-8, _softmax(second) + 1e-8
         importance[start : start + step] = np.abs(second - first) * np.sum(p * np.log(p / q), axis=1, keepdims=True)
     return importance
 

@@ -55,6 +55,7 @@ class CoreMethod(Method, ABC):
             total = sum(weights[name] for name in deltas)
             mean = sum(weights[name] / total * delta.astype(np.float64) for name, delta in deltas.items())
             return np.asarray(settings.values.get("scale", 1) * mean, np.float32)
+
         merged = np.empty(shape, np.float32)
         for place in np.ndindex(*shape[:-2]):
             matrices = {name: delta[place].astype(np.float64) for name, delta in deltas.items()}
@@ -111,7 +112,8 @@ def _directions(matrix: Core, none: float = _NONE) -> Core:
     import numpy as np
 
     u, sigma, _ = np.linalg.svd(matrix, full_matrices=False)
-    return np.asarray(u[:, sigma > none * (sigma[0] if len(sigma) else 0)], np.float64)
+    least = none * sigma.max(initial=0)
+    return np.asarray(u[:, sigma > least], np.float64)
 
 
 def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
@@ -123,8 +125,8 @@ def _joint(pairs: Pairs, weights: Mapping[str, float]) -> tuple[Joint, Cores]:
 
     joint = Joint([Factors(a, b) for b, a in pairs.values()])
     cores = {side: joint.core_of(index) for index, side in enumerate(pairs)}
-    none = np.zeros_like(next(iter(cores.values())))
-    return joint, {side: cores.get(side, none) for side in weights}
+    zero = np.zeros_like(next(iter(cores.values())))
+    return joint, {side: cores.get(side, zero) for side in weights}
 
 
 def _svd(matrix: Core, count: int, cores: Cores) -> tuple[Core, Core, Core]:
@@ -142,7 +144,7 @@ def _orthogonal(columns: Core) -> Core:
     import numpy as np
 
     u, sigma, vt = np.linalg.svd(columns, full_matrices=False)
-    nonzero = sigma > _NONE * sigma[0] if len(sigma) else slice(0)
+    nonzero = sigma > _NONE * sigma.max(initial=0)
     return np.asarray(u[:, nonzero] @ vt[nonzero], np.float64)
 
 
@@ -173,10 +175,11 @@ class Tsv(CoreMethod):
 def _side_by_side(parts: Sequence[tuple[Core, Core, Core]]) -> tuple[Core, Core, Core]:
     import numpy as np
 
+    us, sigmas, vts = zip(*parts, strict=True)
     return (
-        np.concatenate([u for u, _, _ in parts], axis=1),
-        np.concatenate([sigma for _, sigma, _ in parts]),
-        np.concatenate([vt.T for _, _, vt in parts], axis=1),
+        np.concatenate(us, axis=1),
+        np.concatenate(sigmas),
+        np.concatenate([vt.T for vt in vts], axis=1),
     )
 
 
@@ -200,7 +203,9 @@ class IsoC(CoreMethod):
 
         total = np.sum(list(cores.values()), axis=0)
         u, sigma, vt = _svd(total, min(total.shape), cores)
-        return np.asarray(settings["scale"] * sigma.mean() * u @ vt if len(sigma) else np.zeros_like(total), np.float64)
+        if not len(sigma):
+            return np.zeros_like(total)
+        return np.asarray(settings["scale"] * sigma.mean() * u @ vt, np.float64)
 
 
 COMMON = Parameter("common_space_fraction", "share of the directions that the experts have in common", 0.8, ge=0, le=1)
@@ -225,11 +230,15 @@ class IsoCts(CoreMethod):
 
         total = np.sum(list(cores.values()), axis=0)
         u, sigma, vt = _svd(total, min(total.shape), cores)
+
+        # Of all directions, each expert gets the same number, and the common ones the rest.
         size, count = len(sigma), len(cores)
         own_rank = round((size - int(size * settings["common_space_fraction"])) / count)
         own_rank -= own_rank * count > size  # rounding up may exceed the total
         shared_rank = size - own_rank * count
         u, sigma, vt = u[:, :shared_rank], sigma[:shared_rank], vt[:shared_rank]
+
+        # The experts' own directions are those of ΔW_i outside of the common ones.
         parts = [_svd(core - u @ (u.T @ core), own_rank, cores) for core in cores.values()]
         left, sigma, right = _side_by_side([*parts, (u, sigma, vt)])
         if not len(sigma):
@@ -263,7 +272,8 @@ class Cart(CoreMethod):
         rank = math.ceil(settings["rank_fraction"] * min(shape))
         mean = np.mean(list(cores.values()), axis=0)
         parts = [_svd(core - mean, rank, cores) for core in cores.values()]
-        return np.asarray(mean + settings["own_scale"] * sum((u * sigma) @ vt for u, sigma, vt in parts), np.float64)
+        own = sum((u * sigma) @ vt for u, sigma, vt in parts)
+        return np.asarray(mean + settings["own_scale"] * own, np.float64)
 
 
 class _Knots(CoreMethod):
@@ -306,15 +316,22 @@ class _Core(CoreMethod):
 
         from adapterswap.core.changes.joint import Basis
 
-        bases = Basis([b for b, _ in pairs.values()], 1), Basis([a for _, a in pairs.values()], 0)
-        left, right = (_directions(basis.coordinates, _NONE_OF_FACTORS) for basis in bases)
-        ends = np.cumsum([len(a) for _, a in pairs.values()])[:-1]
-        places = [np.split(basis.coordinates, ends, axis=1) for basis in bases]
-        cores = {side: (left.T @ b) @ (a.T @ right) for side, b, a in zip(pairs, *places, strict=True)}
-        none = np.zeros((left.shape[1], right.shape[1]))
-        (b, a), *_ = pairs.values()
-        core = self._core({side: cores.get(side, none) for side in weights}, (len(b), a.shape[1]), weights, settings)
-        return bases[0].expand(left @ core), bases[1].expand(right).T
+        bs = [b for b, _ in pairs.values()]
+        as_ = [a for _, a in pairs.values()]
+        b_basis, a_basis = Basis(bs, 1), Basis(as_, 0)
+        left = _directions(b_basis.coordinates, _NONE_OF_FACTORS)
+        right = _directions(a_basis.coordinates, _NONE_OF_FACTORS)
+
+        # Each side's core, from its own columns of the coordinates; zero for a side that changes nothing
+        ends = np.cumsum([len(a) for a in as_])[:-1]
+        own_bs = np.split(b_basis.coordinates, ends, axis=1)
+        own_as = np.split(a_basis.coordinates, ends, axis=1)
+        cores = dict.fromkeys(weights, np.zeros((left.shape[1], right.shape[1])))
+        for side, b, a in zip(pairs, own_bs, own_as, strict=True):
+            cores[side] = (left.T @ b) @ (a.T @ right)
+
+        core = self._core(cores, (len(bs[0]), as_[0].shape[1]), weights, settings)
+        return b_basis.expand(left @ core), a_basis.expand(right).T
 
     def combine(self, deltas: Mapping[str, Array], weights: Mapping[str, float], settings: MethodSettings) -> Array:
         raise UnsupportedError(
@@ -401,12 +418,17 @@ def _least_interfering(deltas: Core, steps: int, rate: float) -> Core:
     """WUDI's ΔW of n matrices (n, out, in). The gradient 2·(ΔW·P - Q) takes one product, however many there are."""
     import numpy as np
 
+    # P = Σ ΔW_iᵀ·ΔW_i/‖ΔW_i‖² and Q = Σ ΔW_i·ΔW_iᵀ·ΔW_i/‖ΔW_i‖²
     merged, wanted = deltas.sum(axis=0), np.zeros(deltas.shape[1:])
     total = np.zeros((merged.shape[1],) * 2)
-    for delta in (delta for delta in deltas if delta.any()):
+    for delta in deltas:
+        if not delta.any():
+            continue
         own = delta.T @ delta / np.linalg.norm(delta) ** 2
         total += own
         wanted += delta @ own
+
+    # Adam: running means of the gradient and of its square, each divided by its bias
     mean, square = np.zeros_like(merged), np.zeros_like(merged)
     for step in range(1, steps + 1):
         gradient = 2 * (merged @ total - wanted)

@@ -41,7 +41,9 @@ class Slerp(SpanMethod):
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
         cosine = float(gram[0, 1]) / norms if norms else 1.0
-        return (1 - t, t) if abs(cosine) > _ALIKE else _turned(t, cosine)
+        if abs(cosine) > _ALIKE:
+            return 1 - t, t
+        return _turned(t, cosine)
 
 
 def _turned(t: float, cosine: float) -> tuple[float, float]:
@@ -76,7 +78,9 @@ class NuSlerp(SpanMethod):
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
         cosine = max(-1.0, min(1.0, float(gram[0, 1]) / norms)) if norms else 0.0
         no_angle = _PARALLEL if cosine > 0 else _OPPOSITE
-        return (1 - t, t) if 1 - cosine**2 <= no_angle**2 else _turned(t, cosine)
+        if 1 - cosine**2 <= no_angle**2:
+            return 1 - t, t
+        return _turned(t, cosine)
 
     def combine(
         self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings
@@ -85,18 +89,21 @@ class NuSlerp(SpanMethod):
 
         if self.spans(settings.values):
             return super().combine(deltas, weights, settings)
+
         axis = 0 if settings["nuslerp_row_wise"] else -1
-        first_delta, second_delta = (np.asarray(delta, np.float64) for delta in deltas.values())
+        first, second = (np.asarray(delta, np.float64) for delta in deltas.values())
         first_weight, second_weight = (weights[name] for name in deltas)
         t = second_weight / (first_weight + second_weight)
-        norms = np.sqrt(
-            np.square(first_delta).sum(axis, keepdims=True) * np.square(second_delta).sum(axis, keepdims=True)
-        )
-        cosine = np.clip((first_delta * second_delta).sum(axis, keepdims=True) / np.where(norms == 0, 1, norms), -1, 1)
+
+        # The angle of each row
+        norms = np.sqrt(np.square(first).sum(axis, keepdims=True) * np.square(second).sum(axis, keepdims=True))
+        cosine = np.clip((first * second).sum(axis, keepdims=True) / np.where(norms == 0, 1, norms), -1, 1)
         straight = 1 - cosine**2 <= np.where(cosine > 0, _PARALLEL, _OPPOSITE) ** 2
         angle = np.arccos(np.where(straight, 0, cosine))
+
+        # Along the arc, or along the line where there is none
         a, b = (np.where(straight, line, np.sin(line * angle) / np.sin(angle)) for line in (1 - t, t))
-        return np.asarray(a * first_delta + b * second_delta, np.float32)
+        return np.asarray(a * first + b * second, np.float32)
 
 
 EPS = Parameter("eps", "norms below this count as zero", 1e-8, gt=0, lt=1)
@@ -121,10 +128,14 @@ class MultiSlerp(SpanMethod):
         shares = [weight / total for weight in weights]
         if len(shares) == 1:
             return [1.0]
+
+        # The length of the mean direction Σ w_i·ΔW_i/‖ΔW_i‖
         norms = [math.sqrt(max(0.0, float(gram[i, i]))) for i in range(len(shares))]
         parts = [share / (norm + settings["eps"]) for share, norm in zip(shares, norms, strict=True)]
-        square = math.fsum(a * float(gram[i, j]) * b for i, a in enumerate(parts) for j, b in enumerate(parts))
-        length = math.sqrt(max(0.0, square))
+        products = []
+        for i, a in enumerate(parts):
+            products += [a * float(gram[i, j]) * b for j, b in enumerate(parts)]
+        length = math.sqrt(max(0.0, math.fsum(products)))
         if length < settings["eps"]:
             if len(shares) == 2 or not any(norms):
                 return shares
@@ -133,6 +144,7 @@ class MultiSlerp(SpanMethod):
                 "Use other weights or another method",
                 parameter="weights",
             )
+
         reach = math.fsum(share * norm for share, norm in zip(shares, norms, strict=True))
         return [reach / length * part for part in parts]
 
@@ -165,31 +177,37 @@ class Karcher(SpanMethod):
         valid = norms > tol
         if not valid.any():
             return [0.0] * count
+
         cosines = gram[np.ix_(valid, valid)] / np.outer(norms[valid], norms[valid])
         share = 1 / len(cosines)
 
         def length(vector: npt.NDArray[np.float64]) -> float:
             return math.sqrt(max(0.0, float(vector @ cosines @ vector)))
 
-        mean = np.full(len(cosines), share)  # in terms of the unit vectors
+        # Begin at the mean direction, in terms of the unit vectors; at the first expert if they cancel.
+        mean = np.full(len(cosines), share)
         start = length(mean)
         mean = np.eye(len(cosines))[0] if start < tol else mean / start
+
+        # Step along the mean tangent
         for _ in range(settings["max_iter"]):
             tangent = np.zeros_like(mean)
             for i, dot in enumerate(np.clip(cosines @ mean, -1, 1)):
                 angle = math.acos(float(dot))
-                if (
-                    angle < tol or math.sin(angle) < _PARALLEL
-                ):  # already there, or opposite, where all paths have one length
+                # Already there, or opposite, where all paths have one length
+                if angle < tol or math.sin(angle) < _PARALLEL:
                     continue
                 tangent[i] += share * angle / math.sin(angle)
                 tangent -= share * angle / math.sin(angle) * dot * mean
+
             step = length(tangent)
             if step < tol:
                 break
             mean = math.cos(step) * mean + math.sin(step) / step * tangent
-            if (norm := length(mean)) > tol:
+            norm = length(mean)
+            if norm > tol:
                 mean /= norm
+
         coefficients = np.zeros(count)
         coefficients[valid] = float(norms.mean()) * mean / norms[valid]
         return [float(value) for value in coefficients]
@@ -228,8 +246,12 @@ class ModelStock(SpanMethod):
 
         if self.spans(settings.values):
             return super().combine(deltas, weights, settings)
+
+        # As experts×rows×columns; a vector is one row
         stacked = np.stack(list(deltas.values())).astype(np.float64)
-        stacked = stacked.reshape(len(deltas), -1, stacked.shape[-1] if stacked.ndim > 2 else stacked[0].size)
+        columns = stacked.shape[-1] if stacked.ndim > 2 else stacked[0].size
+        stacked = stacked.reshape(len(deltas), -1, columns)
+
         share = _stock_share(np.einsum("irk,jrk->ijr", stacked, stacked))
         merged = share[:, np.newaxis] * stacked.mean(axis=0)
         return np.asarray(merged, np.float32).reshape(next(iter(deltas.values())).shape)
@@ -243,6 +265,8 @@ def _stock_share(gram: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     squares = np.einsum("iir->ir", gram)
     norms = np.sqrt(squares[:, np.newaxis] * squares[np.newaxis])
     cosines = np.clip(np.divide(gram, norms, out=np.zeros_like(gram), where=norms > 0), -1, 1)
+
+    # The mean over all pairs
     rows, columns = np.triu_indices(count, 1)
     mean = cosines[rows, columns].mean(axis=0)
     below = 1 + (count - 1) * mean
