@@ -168,7 +168,7 @@ def _print(report: Report) -> None:
     ranking = report.ranking
     if ranking is not None and ranking.ranks is not None and ranking.ranks.p is not None:
         ranks = ranking.ranks
-        kind = "settings"
+        kind: str | None = "settings"
         if ranking.over_groups:
             kind = ranking.group
 
