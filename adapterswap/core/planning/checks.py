@@ -5,7 +5,7 @@ Each function adds the mistakes that it finds to a `Problems`, so that all are r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.experts.adapter import Adapter
@@ -56,16 +56,18 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
     """Check that the experts adapt their base in the same way; each is compared with the first."""
     if not experts:
         return
+
     first_name, first = next(iter(experts.items()))
     for name, adapter in experts.items():
         ours, theirs = first.config, adapter.config
         if first.ties_factors != adapter.ties_factors:
+            tying, other = (first_name, name) if first.ties_factors else (name, first_name)
             problems.add(
-                f"{first_name if first.ties_factors else name} ties the LoRA of its embedding to the head "
-                f"(ensure_weight_tying), but {name if first.ties_factors else first_name} does not",
+                f"{tying} ties the LoRA of its embedding to the head (ensure_weight_tying), but {other} does not",
                 "Compose experts that treat the base's tied embeddings in the same way",
                 kind=ExpertError,
             )
+
         # Without a task type, PEFT loads an adapter as it does for a causal language model.
         if composition.task_type is None and (ours.task_type or "CAUSAL_LM") != (theirs.task_type or "CAUSAL_LM"):
             problems.add(
@@ -84,9 +86,12 @@ def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
             compare_shapes(
                 {module: part.shape for module, part in ours.items()},
                 {module: part.shape for module, part in theirs.items()},
-                one=first_name, other=name, remedy="Compose experts of one base model", problems=problems,
+                one=first_name,
+                other=name,
+                remedy="Compose experts of one base model",
+                problems=problems,
                 kind=ExpertError,
-            )  # fmt: skip
+            )
     _check_nesting(experts, problems)
 
 
@@ -96,38 +101,38 @@ def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, 
     These are LoRA factors and weights held in full. The shapes of other kinds also depend on settings, so these parts
     are compared only if their settings agree.
     """
-    factors = [
-        {**adapter.modules, **{name: part.lora for name, part in adapter.opaque.items() if part.lora is not None}}
-        for adapter in (first, second)
-    ]
-    grown = {
-        name
-        for name in factors[0].keys() & factors[1].keys()
-        if factors[0][name].layer is None
-        and ModuleName(name).is_vocabulary(None)
-        and _differ_in_rows(factors[0][name], factors[1][name])
-    }
-    yield {name: part for name, part in factors[0].items() if name not in grown}, factors[1]
-    resized = {
-        name for name in first.saved.keys() & second.saved.keys() if _is_resized(first.saved[name], second.saved[name])
-    }
-    yield {name: part for name, part in first.saved.items() if name not in resized}, second.saved
-    same = [
-        name
-        for name, part in first.opaque.items()
-        if part.lora is None
-        and (twin := second.opaque.get(name)) is not None
-        and (part.method, part.settings, part.values) == (twin.method, twin.settings, twin.values)
-    ]
-    yield {name: first.opaque[name] for name in same}, {name: second.opaque[name] for name in same}
+    # Embeddings and heads may have rows for other tokens; see `rows`.
+    ours: dict[str, Part] = {}
+    for name, lora in first.factors.items():
+        twin = second.factors.get(name)
+        is_end = lora.layer is None and ModuleName(name).is_vocabulary(None)
+        if twin is None or not is_end or not _differ_in_rows(lora, twin):
+            ours[name] = lora
+    yield ours, second.factors
+
+    in_full: dict[str, Part] = {}
+    for name, part in first.saved.items():
+        if name not in second.saved or not _is_resized(part, second.saved[name]):
+            in_full[name] = part
+    yield in_full, second.saved
+
+    alike = []
+    for name, opaque in first.opaque.items():
+        other = second.opaque.get(name)
+        if opaque.lora is None and other is not None:
+            settings = opaque.method, opaque.settings, opaque.values
+            if settings == (other.method, other.settings, other.values):
+                alike.append(name)
+    yield {name: first.opaque[name] for name in alike}, {name: second.opaque[name] for name in alike}
 
 
 def _is_resized(first: FullModule, second: FullModule) -> bool:
     """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
     if first.rows or second.rows:  # single rows of it
         return first.width == second.width
-    shapes = [{name: tensor.shape[1:] for name, tensor in part.tensors.items()} for part in (first, second)]
-    return ModuleName(first.name).is_vocabulary(first.layer) and shapes[0] == shapes[1]
+    ours = {name: tensor.shape[1:] for name, tensor in first.tensors.items()}
+    theirs = {name: tensor.shape[1:] for name, tensor in second.tensors.items()}
+    return ModuleName(first.name).is_vocabulary(first.layer) and ours == theirs
 
 
 def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
@@ -141,21 +146,29 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
     for name, adapter in experts.items():
         in_full = [module for module in adapter.saved if not ModuleKeys(module).is_bias]
         for other, theirs in experts.items():
-            inside = next(
-                ((part, module) for module in in_full for part in theirs.parts if part.startswith(f"{module}.")), None
-            )
-            if inside is not None and not (ModuleKeys(inside[0]).is_bias and other == name):
+            holder, inside = _first_inside(in_full, theirs.parts)
+            if inside and not (ModuleKeys(inside).is_bias and other == name):
                 problems.add(
-                    f"{name} holds {inside[1]} in full (modules_to_save), but {other} adapts {inside[0]} inside it",
+                    f"{name} holds {holder} in full (modules_to_save), but {other} adapts {inside} inside it",
                     f"Merge {other} into its base with `merge`, and compose the full weights in its place",
                     kind=ExpertError,
                 )
                 return
 
 
+def _first_inside(holders: Iterable[str], parts: Iterable[str]) -> tuple[str, str]:
+    """The first of these modules with a part inside it, and that part; empty if there is none."""
+    for holder in holders:
+        for part in parts:
+            if part.startswith(f"{holder}."):
+                return holder, part
+    return "", ""
+
+
 def check_depth(
     experts: Mapping[str, Adapter], num_layers: NumLayers, problems: Problems, *, names_layers: bool = True
 ) -> None:
+    """Check that the base has the layers that experts adapt; `names_layers` says whether the rules name any."""
     depth = Depth(num_layers)
     for name, adapter in experts.items():
         if isinstance(num_layers, int) and adapter.has_both_stacks:
@@ -165,39 +178,42 @@ def check_depth(
                 kind=ExpertError,
             )
             continue
+
         layers = {part.name: part.layer for part in adapter.parts.values() if part.layer is not None}
-        by_stack = depth.by_stack(layers) if layers else {}
-        highest = {stack: max(layers[name] for name in names) for stack, names in by_stack.items()}
+        highest: dict[Stack | None, int] = {}
+        for module, layer in layers.items():
+            stack = depth.stack_of(module)
+            highest[stack] = max(layer, highest.get(stack, 0))
         if not isinstance(num_layers, int) and None in highest:
-            if not names_layers:  # then it does not matter which stack they are in
-                continue
-            problems.add(
-                f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
-                "Pass the base that the experts adapt as `base_model`",
-                parameter="base_model",
-                kind=ExpertError,
-            )
-            continue
-        for stack, layer in highest.items():
-            count = depth.of(stack)
-            if layer >= count:
-                where, base = (f" {stack}", f"the base's {stack}") if stack else ("", "the base")
-                ahead = (
-                    ""
-                    if stack
-                    else (
-                        ". Layers that predict further tokens (MTP) are accepted if the base is on this machine and "
-                        "its config.json says how many there are (num_nextn_predict_layers)"
-                    )
-                )
+            if names_layers:  # else it does not matter which stack they are in
                 problems.add(
-                    f"{name} adapts{where} layer {layer}, but {base} has {count} layers (0-{count - 1})",
-                    f"Check `num_layers` or `base_model`{ahead}",
+                    f"{name} adapts layers ({adapter.container}) that are neither the encoder's nor the decoder's",
+                    "Pass the base that the experts adapt as `base_model`",
+                    parameter="base_model",
                     kind=ExpertError,
                 )
+            continue
+
+        for stack, layer in highest.items():
+            count = depth.of(stack)
+            if layer < count:
+                continue
+            where, base, more = f" {stack}", f"the base's {stack}", ""
+            if stack is None:
+                where, base = "", "the base"
+                more = (
+                    ". Layers that predict further tokens (MTP) are accepted if the base is on this machine and its "
+                    "config.json says how many there are (num_nextn_predict_layers)"
+                )
+            problems.add(
+                f"{name} adapts{where} layer {layer}, but {base} has {count} layers (0-{count - 1})",
+                f"Check `num_layers` or `base_model`{more}",
+                kind=ExpertError,
+            )
 
 
 def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems) -> None:
+    """Check that the base has the stacks and the layers that rules name."""
     for rule in rules:
         if rule.stack is not None and isinstance(num_layers, int):
             problems.add(
@@ -207,6 +223,7 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
                 kind=CompositionError,
             )
             continue
+
         count = Depth(num_layers).of(rule.stack)
         outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= count)
         if outside:
@@ -241,19 +258,23 @@ def check_matches(
     `uncovered` are slots that no rule matches.
     """
     parameter = None if composition.allocation is None else "allocation"
+    used = {id(slot.rule) for slot in slots}
     adapted = Depth(num_layers).by_stack(slot.name for slot in slots if slot.layer is not None)
     for rule in rules:
-        if rule.stack and parameter is None and composition.stack == "both" and adapted and rule.stack not in adapted:
-            continue  # the experts adapt only the other stack
-        if parameter is None and rule.expert == BASE:
-            continue  # a slice may lack exactly the layers that are reset
-        if not rule.optional and all(slot.rule is not rule for slot in slots):
-            problems.add(
-                f"The rule `{rule}` matches no module that earlier rules left",
-                _explain(rule, [*slots, *uncovered]),
-                parameter=parameter,
-                kind=CompositionError,
-            )
+        if rule.optional or id(rule) in used:
+            continue
+        if parameter is None:  # the composition made the rules
+            if rule.stack and composition.stack == "both" and adapted and rule.stack not in adapted:
+                continue  # the experts adapt only the other stack
+            if rule.expert == BASE:
+                continue  # a slice may lack exactly the layers that are reset
+        problems.add(
+            f"The rule `{rule}` matches no module that earlier rules left",
+            _explain(rule, [*slots, *uncovered]),
+            parameter=parameter,
+            kind=CompositionError,
+        )
+
     slices = {name: expert.kept_layers for name, expert in experts.items() if expert.kept_layers is not None}
     requested = requested_by_layer(rules, slots, Depth(num_layers)) if slices else {}
     for name, kept in slices.items():
@@ -264,6 +285,7 @@ def check_matches(
                 parameter=parameter or "weights",
                 kind=CompositionError,
             )
+
         needed: dict[Stack | None, list[int]] = {}
         for (stack, layer), names in requested.items():
             if name in names and not kept.has(stack, layer):
@@ -279,8 +301,10 @@ def check_matches(
 
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
+    """A remedy for a rule that matches none of these modules, or none that earlier rules left."""
     if any(rule.matches(m.matched_name, m.layer, m.kind) for m in modules):
         return "Earlier rules match all of its modules: move it before them, or remove it"
+
     ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
     layers = {m.layer for m in modules if m.layer is not None}
     where = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
@@ -289,7 +313,11 @@ def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
 
 def silenced_experts(rules: Sequence[Rule]) -> set[str]:
     """The experts that a rule gives the weight 0, or whose weights on two sides cancel."""
-    return {expert for rule in rules for expert in rule.experts if rule.blend and expert not in rule.coefficients()}
+    silenced = set[str]()
+    for rule in rules:
+        if rule.blend:
+            silenced.update({*rule.experts} - rule.coefficients().keys())
+    return silenced
 
 
 def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
@@ -297,14 +325,22 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     composition = plan.composition
     if composition.bottom is not None and composition.top is not None and composition.allocation is None:
         return
+
+    # Modules in full outside the layers do not count, since compositions average them whatever else they do; unless an
+    # expert has nothing else than trained tokens.
     parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
-    contributing = {term.expert for slot in parts for term in slot.terms} | silenced_experts(plan.rules)
-    without_lora = [name for name, adapter in plan.adapters.items() if adapter.parts.keys() == adapter.tokens.keys()]
-    contributing.update(name for name in without_lora for slot in plan if any(t.expert == name for t in slot.terms))
+    contributing = silenced_experts(plan.rules)
+    for slot in parts:
+        contributing.update(term.expert for term in slot.terms)
+    for name, adapter in plan.adapters.items():
+        if adapter.parts.keys() == adapter.tokens.keys():
+            contributing.update({name} & {term.expert for slot in plan for term in slot.terms})
+
     for name in names:
         if name not in contributing and parts:
+            unit = "tensor" if plan.is_model else "module"
             problems.add(
-                f"The expert {name!r} contributes no {'tensor' if plan.is_model else 'module'} to the result",
+                f"The expert {name!r} contributes no {unit} to the result",
                 "Remove it, or give it layers and modules that it adapts",
                 parameter=_field_naming(name, composition),
                 kind=CompositionError,
@@ -353,6 +389,7 @@ def check_architecture(
                 "Pass an unquantized checkpoint",
                 kind=UnsupportedError,
             )
+
     differences = ConfigDifferences.between(first.config, other.config)
     if differences and (config_from is None or _TYPE in differences.values):  # what the tensors lack follows from these
         is_choice = _TYPE not in differences.values and _fit_one_config(first, other)
@@ -363,16 +400,14 @@ def check_architecture(
             parameter="config_from" if is_choice else None,
         )
         return
+
     ours, theirs = first.parameters, other.parameters
-    for missing, has, lacks in (
-        (sorted(ours.keys() - theirs.keys() - first.ahead), first_name, name),
-        (sorted(theirs.keys() - ours.keys() - other.ahead), name, first_name),
-    ):
+    only_ours = sorted(ours.keys() - theirs.keys() - first.ahead)
+    only_theirs = sorted(theirs.keys() - ours.keys() - other.ahead)
+    for missing, has, lacks in ((only_ours, first_name, name), (only_theirs, name, first_name)):
         if missing:
-            problems.add(
-                f"{has} holds {and_more(missing)}, but {lacks} does not",
-                f"{_ONE_BASE}{OTHER_NAMES}",
-            )
+            problems.add(f"{has} holds {and_more(missing)}, but {lacks} does not", f"{_ONE_BASE}{OTHER_NAMES}")
+
     resized = set()
     for key in sorted(ours.keys() & theirs.keys()):
         our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape
@@ -385,23 +420,25 @@ def check_architecture(
                 "as an embedding or head whose rows are tokens",
                 "Resize one (resize_token_embeddings), or extract an adapter from one with `adapterswap extract`",
             )
-    shapes = (
-        {key: "×".join(map(str, tensors[key].tensor.shape)) for key in tensors if key not in resized}
-        for tensors in (ours, theirs)
+
+    compare_shapes(
+        {key: "×".join(map(str, ours[key].tensor.shape)) for key in ours if key not in resized},
+        {key: "×".join(map(str, theirs[key].tensor.shape)) for key in theirs if key not in resized},
+        one=first_name,
+        other=name,
+        remedy=_ONE_BASE,
+        problems=problems,
     )
-    compare_shapes(*shapes, one=first_name, other=name, remedy=_ONE_BASE, problems=problems)
 
 
 def _fit_one_config(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether one config could load both checkpoints: the same tensors in the same shapes, but for rows of tokens."""
-    ours, theirs = (
-        {
-            key: parameter.tensor.shape[0 if parameter.layer is not None else 1 :]
-            for key, parameter in checkpoint.parameters.items()
-        }
-        for checkpoint in (one, other)
-    )
-    return ours == theirs
+    shapes = []
+    for checkpoint in (one, other):
+        inside = {key: p.tensor.shape for key, p in checkpoint.parameters.items() if p.layer is not None}
+        outside = {key: p.tensor.shape[1:] for key, p in checkpoint.parameters.items() if p.layer is None}
+        shapes.append((inside, outside))
+    return shapes[0] == shapes[1]
 
 
 def check_vocabulary(
@@ -424,22 +461,24 @@ def check_vocabulary(
                     "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
                     kind=UnsupportedError,
                 )
+
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
-        whole = ((expert, change.tensor.shape) for expert, change in slot.all_whole)
-        expert, shape = next(((expert, shape) for expert, shape in whole if shape != slot.shape), ("", slot.shape))
-        if extra and expert:
+        odd = [(expert, change) for expert, change in slot.all_whole if change.tensor.shape != slot.shape]
+        if extra and odd:
+            expert, change = odd[0]
             problems.add(
-                f"{expert} has {shape[0]} rows of {slot.name}, of which the last {extra} are not "
+                f"{expert} has {change.tensor.shape[0]} rows of {slot.name}, of which the last {extra} are not "
                 f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
                 "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
                 kind=UnsupportedError,
             )
+
     if not any(rule.weights for rule in rules):
         return
     for name, checkpoint in full.items():
         for key in ends.keys() & checkpoint.parameters.keys() & skeleton.parameters.keys():
-            rows, rows_of_base = (c.parameters[key].tensor.shape[0] for c in (checkpoint, skeleton))
+            rows, rows_of_base = checkpoint.parameters[key].tensor.shape[0], skeleton.parameters[key].tensor.shape[0]
             if rows != rows_of_base:
                 problems.add(
                     f"{name} has {rows} rows of {key} and the base {rows_of_base}, so the magnitude of its ΔW is not "

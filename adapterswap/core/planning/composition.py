@@ -430,67 +430,64 @@ class Composition(MethodPlain):
             CompositionError: see `zones`; or `stack` is set, but the model does not have an encoder and a decoder.
             FieldError: the weights cannot be blended.
         """
-        return tuple(rule.chained(self.chains) for rule in self._rules(num_layers, full=full))
-
-    def _rules(self, num_layers: NumLayers, *, full: bool = False) -> tuple[Rule, ...]:
         if isinstance(num_layers, int) and self.stack != "both":
             raise CompositionError(
                 f"`stack` is {self.stack!r}, but the base does not have both an encoder and a decoder",
                 "Remove `stack`",
                 parameter="stack",
             )
+
+        made: list[Rule] = []
         if self.allocation is not None:
-            return self.allocation
-        if full and self.is_swap and self.norms == "average":
-            average = self._average_rule()
-            everywhere = [
-                average.model_copy(update={**_within(stack, range(Depth(num_layers).of(stack))), "modules": ("other",)})
-                for stack in self.stacks(num_layers)
-            ]
-            return (*everywhere, *self._rules(num_layers))
-        make = {
-            "layer_swap": self._swap_rules,
-            "soup": self._soup_rules,
-            "task_arithmetic": self._sum_rules,
-            "adamergex": self._difference_rules,
-        }.get(self.method, self._method_rules)
-        return make(num_layers)
+            made += self.allocation
+        elif self.is_swap:
+            if full and self.norms == "average":
+                # As in the first paper: norms and the like are averaged in all layers.
+                average = self._average_rule()
+                for stack in self.stacks(num_layers):
+                    layers = format_layers(range(Depth(num_layers).of(stack)))
+                    only = {"stack": stack} if stack else {}
+                    made.append(average.model_copy(update={"layers": layers, **only, "modules": ("other",)}))
+            made += self._partition_rules(num_layers) if self.partition else self._swap_rules(num_layers)
+        else:
+            made.append(self._rule_everywhere())
 
-    def _soup_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
-        return (self._blend(),)
+        if not self.chains:
+            return tuple(made)
+        return tuple(rule.chained(self.chains) for rule in made)
 
-    def _sum_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
-        scaled = {side: weight * self.parameters[SCALE.name] for side, weight in self._combined().items()}
-        return (_blended(scaled, normalize=False),)
+    def _rule_everywhere(self) -> Rule:
+        """The rule of a method that treats all modules alike."""
+        if self.method == "soup":
+            return self._blend()
+        if self.method == "task_arithmetic":
+            scale = self.parameters[SCALE.name]
+            return _blended({side: weight * scale for side, weight in self._combined().items()}, normalize=False)
+        if self.method == "adamergex":
+            scale = self.parameters[SCALE.name]
+            target, source = ((name,) for name in self.language)
+            return _blended({self.task: self.task_weight, target: scale, source: -scale}, normalize=False)
 
-    def _difference_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
-        scale = self.parameters[SCALE.name]
-        target, source = ((name,) for name in self.language)
-        summed = {self.task: self.task_weight, target: scale, source: -scale}
-        return (_blended(summed, normalize=False),)
-
-    def _method_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
-        """One rule, with a method that computes more than weighted sums."""
+        # Methods that compute more than weighted sums have parameters of their own, which are keys of the rule.
         own = {p.called(in_rules=True): self.parameters[p.name] for p in find_method(self.method).own_parameters}
-        return (_blended(self._combined(), method=self.method, **own),)
+        return _blended(self._combined(), method=self.method, **own)
 
-    def _swap_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
-        if self.partition:
-            return self._partition_rules(num_layers)
-        rules = [rule for stack in self.stacks(num_layers) for rule in self._zone_rules(num_layers, stack)]
-        return (*rules, self._non_layer_rule(), _owned(self.task, optional=True))
+    def _swap_rules(self, num_layers: NumLayers) -> list[Rule]:
+        """The language expert's layers, those that are blended, what is outside the layers, and the task's rest."""
+        rules = []
+        for stack in self.stacks(num_layers):
+            count = Depth(num_layers).of(stack)
+            bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
 
-    def _zone_rules(self, num_layers: NumLayers, stack: Stack | None) -> list[Rule]:
-        """The rules of the layers, in one stack, that go to the language expert or are blended."""
-        count = Depth(num_layers).of(stack)
-        bottom, top, bottom_transition, top_transition = self.zones(num_layers, stack)
-        outer = [*range(bottom), *range(count - top, count)]
-        blended = [*range(bottom, bottom + bottom_transition)]
-        blended += range(count - top - top_transition, count - top)
-        rules = [_owned(self.language, **_within(stack, outer))] if outer else []
-        if blended:
-            rules.append(self._blend(**_within(stack, blended)))
-        return rules
+            outer = [*range(bottom), *range(count - top, count)]
+            if outer:
+                rules.append(_owned(self.language, **_within(stack, outer)))
+
+            blended = [*range(bottom, bottom + bottom_transition)]
+            blended += range(count - top - top_transition, count - top)
+            if blended:
+                rules.append(self._blend(**_within(stack, blended)))
+        return [*rules, self._non_layer_rule(), _owned(self.task, optional=True)]
 
     def settled(self, num_layers: NumLayers, *, full: bool = False) -> dict[str, Any]:
         """All settings that decide the result for a model of `num_layers` layers, with defaults filled in, as data.
@@ -538,7 +535,7 @@ class Composition(MethodPlain):
         methods = {self.method, *(rule.method for rule in self.allocation or ())}
         return any(find_method(method).has(SEED) for method in methods)
 
-    def _partition_rules(self, num_layers: NumLayers) -> tuple[Rule, ...]:
+    def _partition_rules(self, num_layers: NumLayers) -> list[Rule]:
         inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
         rules = [self._non_layer_rule()]
         for stack in self.stacks(num_layers):
@@ -551,11 +548,12 @@ class Composition(MethodPlain):
             if self.partition == "A":
                 only = {"stack": stack} if stack else {}
                 rules.append(_owned(self.language, modules=("attention",), **only, optional=True))
-            if outer := [*range(first), *range(count - last, count)]:
+            outer = [*range(first), *range(count - last, count)]
+            if outer:
                 rules.append(_owned(outside, **_within(stack, outer), optional=True))
         if isinstance(num_layers, int) or self.stack == "both" or inside == self.task:
-            return (*rules, _owned(inside, optional=True))
-        return (*rules, _owned(inside, stack=self.stack, optional=True), _owned(self.task, optional=True))
+            return [*rules, _owned(inside, optional=True)]
+        return [*rules, _owned(inside, stack=self.stack, optional=True), _owned(self.task, optional=True)]
 
     def _non_layer_rule(self) -> Rule:
         """The rule for embeddings, heads and towers."""
@@ -570,10 +568,10 @@ class Composition(MethodPlain):
             return _owned(self.task, layers=NO_LAYER, optional=True)
         return self._blend(layers=NO_LAYER, optional=True)
 
-    def _blend(self, layers: str | None = None, stack: Stack | None = None, *, optional: bool = False) -> Rule:
-        weights: Literal["magnitude"] | None = "magnitude" if self.weights == "magnitude" else None
-        only = {"stack": stack} if stack else {}
-        return _blended(self._sides(), weights=weights, layers=layers, **only, optional=optional)
+    def _blend(self, **fields: Any) -> Rule:
+        """The rule that blends the two sides; `fields` are its other ones."""
+        weights = "magnitude" if self.weights == "magnitude" else None
+        return _blended(self._sides(), weights=weights, **fields)
 
     def _sides(self) -> dict[_Side, float]:
         """The weight of each side; the experts of a side are averaged first."""
@@ -608,7 +606,8 @@ def _owned(side: _Side, **fields: Any) -> Rule:
 
 def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
     """The fields of a rule for these layers, in this stack if the model has two."""
-    return {"layers": format_layers(layers), **({"stack": stack} if stack else {})}
+    only = {"stack": stack} if stack else {}
+    return {"layers": frozenset(layers), **only}
 
 
 def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:

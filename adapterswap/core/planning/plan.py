@@ -49,6 +49,13 @@ class Plan:
         base: what is known of the base.
         untied: whether the result stores a head and an embedding, one of them changed, that the skeleton's config ties.
         notes: what could not be checked on this machine, and what papers warn of. Notes change nothing in the result.
+
+        These follow from the others:
+
+        depth: the base's number of layers, or that of each of its stacks.
+        adapters, checkpoints: the experts of each kind, by name.
+        modules: the modules of an adapter with LoRA or another kind of factors, by full name.
+        saved: the modules of an adapter that experts hold in full (`modules_to_save`), by full name.
     """
 
     composition: Composition
@@ -60,6 +67,21 @@ class Plan:
     base: BaseFacts = field(default_factory=BaseFacts)
     untied: bool = False
     notes: tuple[str, ...] = ()
+
+    depth: Depth = field(init=False, repr=False, compare=False)
+    adapters: dict[str, Adapter] = field(init=False, repr=False, compare=False)
+    checkpoints: dict[str, Checkpoint] = field(init=False, repr=False, compare=False)
+    modules: dict[str, Slot] = field(init=False, repr=False, compare=False)
+    saved: dict[str, Slot] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.__dict__.update(
+            depth=Depth(self.num_layers),
+            adapters={name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)},
+            checkpoints={name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)},
+            modules={name: slot for name, slot in self.slots.items() if not slot.in_full},
+            saved={name: slot for name, slot in self.slots.items() if slot.in_full},
+        )
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots.values())
@@ -195,29 +217,6 @@ class Plan:
             max_error=max_error, overwrite=overwrite,
         )  # fmt: skip
 
-    @property
-    def depth(self) -> Depth:
-        """The base's number of layers, or that of each of its stacks."""
-        return Depth(self.num_layers)
-
-    @cached_property
-    def modules(self) -> dict[str, Slot]:
-        """The modules of an adapter with LoRA or another kind of factors, by full name."""
-        return {name: slot for name, slot in self.slots.items() if not slot.in_full}
-
-    @cached_property
-    def saved(self) -> dict[str, Slot]:
-        """The modules of an adapter that experts hold in full (`modules_to_save`), by full name."""
-        return {name: slot for name, slot in self.slots.items() if slot.in_full}
-
-    @cached_property
-    def adapters(self) -> dict[str, Adapter]:
-        return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
-
-    @cached_property
-    def checkpoints(self) -> dict[str, Checkpoint]:
-        return {name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)}
-
     @cached_property
     def companions(self) -> CompanionPlan:
         """Whose config, tokenizer, chat templates and other companions of the weights the result takes."""
@@ -287,12 +286,14 @@ class Plan:
         slices = [expert.kept_layers for expert in self.experts.values() if expert.kept_layers is not None]
         if self.slice is not None or not slices:
             return self.slice
+
         requested = requested_by_layer(self.rules, self, self.depth)
         by_stack: dict[Stack | None, set[int]] = {}
         for (stack, layer), names in requested.items():
             by_stack.setdefault(stack, set())
             if names or all(kept.has(stack, layer) for kept in slices):
                 by_stack[stack].add(layer)
+
         if sum(map(len, by_stack.values())) == len(requested):
             return None
         return KeptLayers({stack: frozenset(layers) for stack, layers in by_stack.items()})

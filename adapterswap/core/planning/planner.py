@@ -82,36 +82,42 @@ def make_plan(
     check_type(experts, Mapping, "experts", "Pass a mapping from names to opened experts")
     check_type(num_layers, (Integral, Mapping, type(None)), "num_layers", "Pass a whole number such as 32")
     problems = Problems(ExpertError)
+
     names: Sequence[str] = composition.expert_names
     if recorded:  # in the order of the record: the first expert decides what no rule does
         names = sorted(names, key=[*experts, *names].index)
     check(Request(composition, names, experts), problems)
     problems.raise_if_any()
+
+    # Experts on one base: adapters that were trained on top of others are taken to the base of the first.
     named = {name: experts[name] for name in names}
     based, chained = with_chains(named, composition.chains, problems, recorded=recorded)
     problems.raise_if_any()
     opened = Opened(composition, based, recorded)
     check(opened, problems)
-    base = BaseFacts.of(opened.experts, composition.base_model)
+    base = BaseFacts.of(based, composition.base_model)
+
+    # One name for each module, as far as the base is at hand.
     aligned = Aligned(opened.adapters) if problems else align(opened.adapters, base)
     check(aligned, problems)
+    opened = replace(opened, experts={**based, **aligned.experts})
+
     skipped = base_at_hand or (recorded and composition.base_model is None)
     seen = Fit() if skipped or problems else fit(aligned.experts, base.local)
     check(seen, problems)
-    opened = replace(opened, experts={**based, **aligned.experts})
+
     if opened.adapters.keys() == opened.experts.keys():
-        planned = _plan_of_modules(opened, base, num_layers, problems)
+        plan, uncovered = _plan_of_modules(opened, base, num_layers, problems)
+        base_at_hand = base_at_hand or composition.base_model is not None
     else:
-        planned = _plan_of_weights(opened, base, problems)
-    planned = replace(planned, recorded=recorded)
-    planned = replace(planned, base_at_hand=planned.base_at_hand or base_at_hand)
-    check(planned, problems)
+        plan, uncovered = _plan_of_weights(opened, base, problems), ()
+    check(Planned(plan, composition.expert_names, uncovered, recorded, base_at_hand), problems)
     problems.raise_if_any()
+
     if recorded:
-        return planned.plan
+        return plan
     unchecked = unchecked_bases(opened.experts, composition.base_model)
-    notes = (*planned.plan.notes, *unchecked, *seen.notes, *chained, *dict.fromkeys(_warnings(planned.plan)))
-    return replace(planned.plan, notes=notes)
+    return replace(plan, notes=(*plan.notes, *unchecked, *seen.notes, *chained, *dict.fromkeys(_warnings(plan))))
 
 
 _ROUTERS = frozenset({"router", "gate"})  # parts of the names of a mixture's routers
@@ -127,11 +133,12 @@ def _warnings(plan: Plan) -> Iterator[str]:
                 f"{rule.method} drops entries of ΔW: if an adapter of {' or '.join(used)} was trained by reinforcement "
                 "learning, whose ΔW is sparse, a swap or a sum loses less (arXiv:2606.18521)"
             )
-    blended = [
-        slot.name
-        for slot in plan
-        if not _ROUTERS.isdisjoint(slot.name.split(".")) and len({term.side for term in slot.terms}) > 1
-    ]
+
+    blended = []
+    for slot in plan:
+        is_router = not _ROUTERS.isdisjoint(slot.name.split("."))
+        if is_router and len({term.side for term in slot.terms}) > 1:
+            blended.append(slot.name)
     if blended:
         yield (
             f"{and_more(blended, 1)}: blended routers of mixtures of experts can send tokens to the wrong experts; "
@@ -139,7 +146,10 @@ def _warnings(plan: Plan) -> Iterator[str]:
         )
 
 
-def _plan_of_modules(opened: Opened, base: BaseFacts, num_layers: NumLayers | None, problems: Problems) -> Planned:
+def _plan_of_modules(
+    opened: Opened, base: BaseFacts, num_layers: NumLayers | None, problems: Problems
+) -> tuple[Plan, Sequence[Slot]]:
+    """The plan of an adapter, and the modules that no rule matches."""
     composition, adapters, depth = opened.composition, opened.adapters, None
     with problems.collect():
         depth = find_depth(adapters, composition, num_layers, base)
@@ -148,99 +158,104 @@ def _plan_of_modules(opened: Opened, base: BaseFacts, num_layers: NumLayers | No
     assert depth is not None
     adapters = outside_the_layers(adapters, depth.num_layers, depth.base)
     rules = _rules(adapters, depth.num_layers, composition, problems)
-    changes = {
-        name: {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
-        for name, adapter in adapters.items()
-    }
-    filled = _filled_modules(rules, adapters, changes, apart=composition.row_threshold is not None)
+
+    changes: dict[str, dict[str, Change]] = {}
+    ends: dict[str, dict[str, Change]] = {}
+    for name, adapter in adapters.items():
+        changes[name] = {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
+        ends[name] = {module: changes[name][module] for module in adapter.vocabulary}
+
+    # A module that some experts adapt and others hold in full is blended as adapted, and its owner decides its form.
+    adapted: dict[str, Part] = {}
+    held: dict[str, Part] = {}
+    for adapter in adapters.values():
+        for name, part in adapter.parts.items():
+            if isinstance(part, FullModule):
+                held[name] = part
+            else:
+                adapted[name] = part
+    only_held = {name: part for name, part in held.items() if name not in adapted}
+
+    filled = _filled(rules, _empty_slots(adapted), changes, apart=composition.row_threshold is not None)
+    for place, slot in enumerate(filled.slots):
+        if slot.name in held and 0 < len(slot.whole) == len(slot.terms):
+            filled.slots[place] = replace(slot, in_full=True)
+    if only_held:
+        in_full = _filled(rules, _empty_slots(only_held, in_full=True), changes)
+        filled = Filled([*filled.slots, *in_full.slots], [*filled.uncovered, *in_full.uncovered])
     check(filled, problems)
-    ends = {
-        name: {module: changes[name][module] for module in adapter.vocabulary} for name, adapter in adapters.items()
-    }
+
     vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, depth.base)
     check(vocabularies, problems)
-    plan = Plan(
-        composition, rules, adapters, depth.num_layers,
-        {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)},
-        base=depth.base, notes=(*depth.notes, *vocabularies.notes),
-    )  # fmt: skip
-    return Planned(plan, composition.expert_names, filled.uncovered, base_at_hand=composition.base_model is not None)
+    slots = {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)}
+    notes = (*depth.notes, *vocabularies.notes)
+    plan = Plan(composition, rules, adapters, depth.num_layers, slots, base=depth.base, notes=notes)
+    return plan, filled.uncovered
 
 
-def _filled_modules(
-    rules: Sequence[Rule],
-    adapters: Mapping[str, Adapter],
-    changes: Mapping[str, Mapping[str, Change]],
-    *,
-    apart: bool,
-) -> Filled:
-    """A slot for each module of an adapter, in the order of its parts, filled with their changes."""
-    held = {name: part for adapter in adapters.values() for name, part in adapter.saved.items()}
-    parts: dict[str, Part] = {**held}
-    for adapter in adapters.values():
-        parts |= {name: part for name, part in adapter.parts.items() if not isinstance(part, FullModule)}
-    slots = [
-        Slot(name, name, part.layer, part.kind, (), {}, None, in_full=isinstance(part, FullModule))
-        for name, part in parts.items()
-    ]
-    slots.sort(key=lambda slot: (slot.in_full, -1 if slot.layer is None else slot.layer, slot.name))
-    modules = _filled(rules, (slot for slot in slots if not slot.in_full), changes, apart=apart)
-    in_full = _filled(rules, (slot for slot in slots if slot.in_full), changes)
-    owned = [  # where some experts adapt a module that others hold in full, its owner decides
-        replace(slot, in_full=0 < len(slot.whole) == len(slot.terms)) if slot.name in held else slot
-        for slot in modules.slots
-    ]
-    return Filled([*owned, *in_full.slots], [*modules.uncovered, *in_full.uncovered])
+def _empty_slots(parts: Mapping[str, Part], *, in_full: bool = False) -> list[Slot]:
+    """A slot for each module of an adapter, without terms: those outside the layers first, then by layer and name."""
+    slots = [Slot(name, name, part.layer, part.kind, (), {}, None, in_full=in_full) for name, part in parts.items()]
+    return sorted(slots, key=lambda slot: (-1 if slot.layer is None else slot.layer, slot.name))
 
 
-def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Planned:
+def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Plan:
+    """The plan of full weights, if an expert is a full checkpoint."""
     problems.raise_if_any()
     composition, adapters = opened.composition, opened.adapters
     full = {name: expert for name, expert in opened.experts.items() if isinstance(expert, Checkpoint)}
+
+    # The base or, if nobody names it, the first full expert says which tensors the result has.
     if adapters:
         Reference.to_base(base.reference, PASS_BASE)
     weights = open_checkpoint(base.reference) if base.reference else None
     where, stored_in = ("the base", weights) if weights else next(iter(full.items()))
     base = replace(base, weights=weights, skeleton=stored_in)
+
     depth = find_stored_depth(composition, where, stored_in)
     num_layers = depth.num_layers
     skeleton = Skeleton(where, stored_in, full, num_layers, composition.config_from)
     check(skeleton, problems)
     check(depth, problems)
     problems.raise_if_any()
+
     adapters = outside_the_layers(adapters, num_layers, base)
     experts = {**opened.experts, **adapters}
     check(Heads(adapters, stored_in), problems)
     problems.raise_if_any()  # the tensors of such a head would be missed
     rules = _rules(adapters, num_layers, composition, problems, full=True)
+
+    # What each expert does to each stored tensor. Of a tied head and its embedding, a checkpoint may store only one.
     stored, located, tied = locate_all(adapters, stored_in, problems, where=where, resized=True)
     problems.raise_if_any()
-    changes: dict[str, Mapping[str, Change]] = {
-        name: {key: place.change for key, place in parts.items()} for name, parts in located.items()
-    }
+    changes: dict[str, dict[str, Change]] = {}
+    for name, parts in located.items():
+        changes[name] = {key: place.change for key, place in parts.items()}
     for name, checkpoint in full.items():
-        held = stored.keys() - (stored_in.ahead - checkpoint.ahead)
-        changes[name] = {key: _whole(checkpoint, key, tied) for key in stored if key in held}
-    slots = [_stored_slot(parameter, located.values(), weights) for parameter in stored.values()]
-    filled = _filled(rules, slots, changes)
+        changes[name] = {}
+        for key in stored:
+            if key in stored_in.ahead and key not in checkpoint.ahead:
+                continue
+            source = tied.source(key, checkpoint.parameters) if tied else key
+            parameter = checkpoint.parameters[source]
+            changes[name][key] = Whole.of(parameter.path, parameter.tensor)
+
+    filled = _filled(rules, [_stored_slot(one, located.values(), weights) for one in stored.values()], changes)
     check(filled, problems)
     problems.raise_if_any()
-    ends = {
-        expert: {key: change for key, change in by_key.items() if stored[key].has_tokens}
-        for expert, by_key in changes.items()
-    }
+
+    ends: dict[str, dict[str, Change]] = {}
+    for name, by_key in changes.items():
+        ends[name] = {key: change for key, change in by_key.items() if stored[key].has_tokens}
     vocabularies = settle_vocabulary(filled.slots, ends, experts, composition, base)
     check(vocabularies, problems)
     check(Rowed(vocabularies.slots, skeleton, rules), problems)
     problems.raise_if_any()
+
     settled = {slot.name: _with_spans(slot, slot.spans) for slot in vocabularies.slots}
     settled, untied = _with_ends(settled, stored, tied, adapters, stored_in, problems)
-    ahead = tuple(_on_further_tokens(where, stored_in, full))
-    plan = Plan(
-        composition, rules, experts, num_layers, settled,
-        is_model=True, base=base, untied=untied, notes=(*vocabularies.notes, *ahead),
-    )  # fmt: skip
-    return Planned(plan, composition.expert_names)
+    notes = (*vocabularies.notes, *_on_further_tokens(where, stored_in, full))
+    return Plan(composition, rules, experts, num_layers, settled, is_model=True, base=base, untied=untied, notes=notes)
 
 
 def _on_further_tokens(where: str, stored_in: Checkpoint, full: Mapping[str, Checkpoint]) -> Iterator[str]:
@@ -290,8 +305,9 @@ def _with_ends(
     problems: Problems,
 ) -> tuple[dict[str, Slot], bool]:
     """The slots with rows that experts lend and the tied head settled, and whether the result must untie it."""
-    lent = with_lent_rows(slots, stored, tied, problems)
-    settled, untied = _settle_head(lent, tied, adapters, skeleton)
+    settled, untied = with_lent_rows(slots, stored, tied, problems), False
+    if tied is not None:
+        settled, untied = _with_head(settled, tied, adapters, skeleton)
     check(Ends(settled, stored, skeleton.config), problems)
     return settled, untied
 
@@ -303,25 +319,41 @@ def _filled(
     *,
     apart: bool = False,
 ) -> Filled:
-    """The slots, filled with the terms of the first rule that matches."""
-    weights_of = [rule.side_weights() for rule in rules]
-    parts_of = [
-        rule.split(weights, apart=apart or rule.combines_sides) for rule, weights in zip(rules, weights_of, strict=True)
-    ]
+    """The slots, filled with the terms of the first rule that matches.
+
+    Args:
+        rules: in order.
+        slots: without terms.
+        changes: expert → its changes, by the slot's name.
+        apart: keep the sides of every rule apart; see `Rule.split`.
+    """
+    # The same for all slots of a rule: the weights of its sides, its experts' coefficients, and whom it requests.
+    of_rule = []
+    for rule in rules:
+        weights = rule.side_weights()
+        parts = rule.split(weights, apart=rule.combines_sides)
+        requested = tuple(dict.fromkeys(expert for _, expert in parts))
+        if apart and not rule.combines_sides:
+            parts = rule.split(weights, apart=True)
+        of_rule.append((rule, weights, parts, requested))
+
     filled = Filled()
     for slot in slots:
         name, layer, kind = slot.matched_name, slot.layer, slot.kind
-        place = next((i for i, rule in enumerate(rules) if rule.matches(name, layer, kind)), None)
-        if place is None:
+        first = next((one for one in of_rule if one[0].matches(name, layer, kind)), None)
+        if first is None:
             filled.uncovered.append(slot)
             continue
-        terms = tuple(
-            Term(expert, side, coefficient, changes[expert][slot.name])
-            for (side, expert), coefficient in parts_of[place].items()
-            if slot.name in changes.get(expert, {})
+
+        rule, weights, parts, requested = first
+        terms = []
+        for (side, expert), coefficient in parts.items():
+            change = changes[expert].get(slot.name) if expert in changes else None
+            if change is not None:
+                terms.append(Term(expert, side, coefficient, change))
+        filled.slots.append(
+            replace(slot, terms=tuple(terms), weights=weights, rule=rule, method=rule.method, requested=requested)
         )
-        rule = rules[place]
-        filled.slots.append(replace(slot, terms=terms, weights=weights_of[place], rule=rule, method=rule.method))
     return filled
 
 
@@ -336,12 +368,6 @@ def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located
     )  # fmt: skip
 
 
-def _whole(checkpoint: Checkpoint, key: str, tied: TiedHead | None) -> Whole:
-    """A full expert's tensor; for the absent one of a tied head and its embedding, the other's."""
-    parameter = checkpoint.parameters[tied.source(key, checkpoint.parameters) if tied else key]
-    return Whole.of(parameter.path, parameter.tensor)
-
-
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     """Turn a plan of adapters into a plan of full weights: the adapters merged into their base.
 
@@ -353,25 +379,33 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     check(Merging(plan, base), problems)
     check(Heads(plan.adapters, base), problems)
     problems.raise_if_any()  # names of quantized tensors, and of heads, would be missed
+
     stored, located, tied = locate_all(plan.adapters, base, problems, resized=True)
     check(Placed(located, base), problems)
     problems.raise_if_any()
+
     filled = {}
     for key, parameter in stored.items():
         having = {name: parts[key] for name, parts in located.items() if key in parts}
         slot = _stored_slot(parameter, located.values(), base)
         planned = plan.slots.get(slot.module) if having else None
         if planned is not None:
-            entering = _entering(plan, having, problems)
-            terms = tuple(replace(t, change=having[t.expert].change) for t in entering)
-            is_settled = planned.is_low_rank or planned.in_full or not planned.terms  # see `resolve`
-            method = "linear" if planned.is_linear and is_settled else planned.method
-            slot = replace(slot, terms=terms, weights=planned.weights, rule=planned.rule, method=method)
+            # Coefficients of low-rank changes are settled by now, also those of methods like SLERP; see `resolve`.
+            is_settled = planned.is_low_rank or planned.in_full or not planned.terms
+            slot = replace(
+                slot,
+                terms=tuple(_entering(plan, having, problems)),
+                weights=planned.weights,
+                rule=planned.rule,
+                requested=planned.requested,
+                method="linear" if planned.is_linear and is_settled else planned.method,
+            )
             slot = _resized(slot, planned, having, problems)
         filled[key] = slot
     filled, untied = _with_ends(filled, stored, tied, plan.adapters, base, problems)
-    notes = without_advice(plan.notes)
+
     facts = replace(plan.base, weights=base, skeleton=base)
+    notes = without_advice(plan.notes)
     merged = replace(plan, slots=filled, is_model=True, base=facts, untied=untied, notes=notes)
     check(merged, problems)
     problems.raise_if_any()
@@ -386,23 +420,26 @@ def _with_spans(slot: Slot, spans: Sequence[Span]) -> Slot:
     whole = slot.whole
     if not spans:
         return replace(slot, shape=whole[0].change.tensor.shape) if whole else slot
-    alone = slot.owner is not None and whole and all(span.terms == slot.terms for span in spans)
-    is_copy = alone and whole[0].change.tensor.shape[0] == spans[-1].stop
+
     settled = slot.with_spans(spans)
-    return replace(settled, spans=()) if is_copy else settled
+    if slot.owner is not None and whole and all(span.terms == slot.terms for span in spans):
+        is_copy = whole[0].change.tensor.shape[0] == spans[-1].stop
+        return replace(settled, spans=()) if is_copy else settled
+    return settled
 
 
 def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems: Problems) -> Slot:
     """A stored embedding or head with the spans that the plan gives it."""
-    spans = tuple(
-        replace(span, terms=tuple(replace(term, change=having[term.expert].change) for term in span.terms))
-        for span in planned.spans
-        if all(term.expert in having for term in span.terms)
-    )
+    spans = []
+    for span in planned.spans:
+        if all(term.expert in having for term in span.terms):
+            terms = [replace(term, change=having[term.expert].change) for term in span.terms]
+            spans.append(replace(span, terms=tuple(terms)))
     if spans and planned.of_tokens:
         return with_rows_of_base(slot, spans, problems)
     if spans:
         return _with_spans(slot, spans)
+
     odd = next((term for term in slot.whole if term.change.tensor.shape != slot.shape), None)
     if odd is not None:
         problems.add(
@@ -414,14 +451,15 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
     return slot
 
 
-def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> list[Term[Change]]:
-    """The terms of a stored tensor, each from its expert's own module.
+def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> Iterator[Term[Change]]:
+    """The terms of a stored tensor, each with its expert's change of it.
 
     One expert may adapt the experts of a mixture one by one, and another all of them as one parameter.
     """
     modules = dict.fromkeys(located.module for located in having.values())
     slots = [plan.slots[module] for module in modules if module in plan.slots]
-    if len(modules) > 1 and (odd := next((slot for slot in slots if not slot.is_linear), None)) is not None:
+    odd = next((slot for slot in slots if not slot.is_linear), None)
+    if len(modules) > 1 and odd is not None:
         first, second, *_ = modules
         problems.add(
             f"{first} and {second} are names of the same weight in different experts, but {odd.method} needs one name",
@@ -429,30 +467,39 @@ def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> 
             parameter="method",
             kind=UnsupportedError,
         )
-    return [t for slot in slots for t in slot.terms if t.expert in having and having[t.expert].module == slot.name]
+
+    for slot in slots:
+        for term in slot.terms:
+            if term.expert in having and having[term.expert].module == slot.name:
+                yield replace(term, change=having[term.expert].change)
 
 
-def _settle_head(
-    slots: dict[str, Slot], tied: TiedHead | None, adapters: Mapping[str, Adapter], skeleton: Checkpoint
+def _with_head(
+    slots: dict[str, Slot], tied: TiedHead, adapters: Mapping[str, Adapter], skeleton: Checkpoint
 ) -> tuple[dict[str, Slot], bool]:
     """The slots, without one that stays tied; and whether the result stores both, so that its config must untie them.
 
     They stay tied if the skeleton stores one of them, and all adapters in both tie them (PEFT's `ensure_weight_tying`)
     with the same coefficients.
     """
-    if tied is None:
-        return slots, False
     head, embedding = slots[tied.head], slots[tied.embedding]
-    absent = tied.absent(skeleton.parameters)
     if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
-        on_head = replace(head, terms=embedding.terms, weights=embedding.weights, rule=embedding.rule)
-        if embedding.spans:
-            on_head = on_head.with_spans(embedding.spans)
-        slots, stays_tied = {**slots, tied.head: on_head}, True
-    else:
-        stays_tied = _entering_rows(head) == _entering_rows(embedding) and all(
-            adapters[name].config.tied for _, name, _ in _entering_rows(head) if name in adapters
+        stays_tied = True
+        on_head = replace(
+            head,
+            terms=embedding.terms,
+            weights=embedding.weights,
+            rule=embedding.rule,
+            requested=embedding.requested,
         )
+        slots = {**slots, tied.head: on_head.with_spans(embedding.spans) if embedding.spans else on_head}
+    else:
+        in_both = _entering_rows(head)
+        stays_tied = in_both == _entering_rows(embedding) and all(
+            adapters[name].config.tied for _, name, _ in in_both if name in adapters
+        )
+
+    absent = tied.absent(skeleton.parameters)
     if stays_tied and absent:
         return {name: slot for name, slot in slots.items() if name != absent}, False
     return slots, True

@@ -313,6 +313,9 @@ def one_or_many(value: Any) -> Any:
 
 
 def _canonical_layers(value: Any) -> Any:
+    """Layers in the form in which rules hold them: `0-4,30`. The package itself passes sets; recipes, all the rest."""
+    if isinstance(value, frozenset):
+        return format_layers(value)
     if isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -9,35 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from adapterswap.core.model.layers import NO_LAYER, Depth, KeptLayers, ModuleName, Stack, format_layers, parse_layers
+from adapterswap.core.model.layers import NO_LAYER, Depth, KeptLayers, ModuleName, Stack, parse_layers
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot
 
 
 def rules_of_slice(name: str, kept: KeptLayers, *, optional: bool = False) -> tuple[Rule, ...]:
     """The rules of a slice of one expert; with `optional`, the expert need not adapt the layers."""
-    layers = (
-        Rule(layers=format_layers(layers), stack=stack, expert=name, optional=optional)
+    rules = [
+        Rule(layers=frozenset(layers), stack=stack, expert=name, optional=optional)
         for stack, layers in kept.by_stack.items()
-    )
-    return (*layers, *_rest(name))
-
-
-def _rest(name: str) -> tuple[Rule, Rule]:
-    """The last rules of a slice: modules outside the layers are the expert's, and other layers the base's."""
-    return Rule(layers=NO_LAYER, expert=name, optional=True), Rule(expert=BASE, optional=True)
+    ]
+    rules.append(Rule(layers=NO_LAYER, expert=name, optional=True))
+    rules.append(Rule(expert=BASE, optional=True))
+    return tuple(rules)
 
 
 def slice_in(rules: Sequence[Rule], name: str) -> KeptLayers | None:
     """The layers that these rules keep of one expert; None if they are not those of a slice."""
-    *kept, outside, rest = rules if len(rules) > 2 else (None, None)
-    if (outside, rest) != _rest(name):
+    *kept, outside, rest = [rule.as_data() for rule in rules] if len(rules) > 2 else [{}, {}]
+    if outside != {"layers": NO_LAYER, "expert": name, "optional": True} or rest != {"expert": BASE, "optional": True}:
         return None
+
     by_stack = {}
     for rule in kept:
-        if rule != Rule(layers=rule.layers, stack=rule.stack, expert=name, optional=rule.optional) or not rule.layers:
+        if rule.get("expert") != name or not {"layers"} <= rule.keys() <= {"layers", "stack", "expert", "optional"}:
             return None
-        by_stack[rule.stack] = parse_layers(rule.layers)
+        by_stack[rule.get("stack")] = parse_layers(rule["layers"])
     return KeptLayers(by_stack)
 
 
@@ -51,11 +49,14 @@ def requested_by_layer(
     """
     inside = [slot for slot in slots if slot.layer is not None]
     names_of = [rule.coefficients().keys() for rule in rules]
+
     requested: dict[tuple[Stack | None, int], set[str]] = {}
     for stack, layer in depth.layers:
-        modules = {(_moved(slot, stack, layer), slot.kind) for slot in inside}
-        matching = {next((i for i, r in enumerate(rules) if r.matches(m, layer, kind)), None) for m, kind in modules}
-        requested[stack, layer] = {name for i in matching if i is not None for name in names_of[i]}
+        names = requested[stack, layer] = set[str]()
+        for module, kind in {(_moved(slot, stack, layer), slot.kind) for slot in inside}:
+            first = next((i for i, rule in enumerate(rules) if rule.matches(module, layer, kind)), None)
+            if first is not None:
+                names.update(names_of[first])
     return requested
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -99,6 +99,22 @@ class Slot(Terms):
         base: the base's own tensor; None if the plan has no base.
         spans: all rows in order, for an embedding or head with rows that the base or an expert lacks. If experts
             trained single tokens: their rows and, of a stored tensor, the base's rows between them. Else empty.
+        requested: the experts that the rule names with a coefficient other than 0, including those that lack the
+            module.
+
+        These follow from the others:
+
+        is_stored: whether it is a stored tensor of a model, not a module of an adapter.
+        matched_name: the name that rules match: the module's, as adapters write it, with the parameter of a stored
+            tensor.
+        has_span: whether the coefficients are computed from inner products of low-rank changes.
+        is_linear: whether the result is a weighted sum of changes. SLERP and similar methods are linear if all changes
+            are low-rank: `resolve` computes their coefficients. For stored tensors they are computed on whole weights.
+        owner: the expert whose change the slot gets unaltered, `base` for no change, None for a blend.
+        owner_label: the owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend.
+        coefficients: the owner's name, `base`, or each expert's coefficient summed over its sides, as plain data.
+        absent: the requested experts that do not change the slot (their ΔW is zero).
+        total_rank: the rank of a module's exact form: the sum of its terms' ranks.
     """
 
     name: str
@@ -114,11 +130,53 @@ class Slot(Terms):
     shape: tuple[int, ...] = ()
     base: Whole | None = None
     spans: tuple[Span, ...] = ()
+    requested: tuple[str, ...] = ()
 
-    @property
-    def is_stored(self) -> bool:
-        """Whether the slot is a stored tensor of a model, not a module of an adapter."""
-        return bool(self.dtype)
+    is_stored: bool = field(init=False, repr=False, compare=False)
+    matched_name: str = field(init=False, repr=False, compare=False)
+    has_span: bool = field(init=False, repr=False, compare=False)
+    is_linear: bool = field(init=False, repr=False, compare=False)
+    owner: str | None = field(init=False, repr=False, compare=False)
+    owner_label: str | None = field(init=False, repr=False, compare=False)
+    coefficients: str | dict[str, float] = field(init=False, repr=False, compare=False)
+    absent: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    total_rank: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rule, terms = self.rule, self.terms
+        is_stored = bool(self.dtype)
+        matched_name = f"{self.module}.{self.name.rpartition('.')[2]}" if is_stored else self.name
+
+        has_span = self.method != "linear" and not is_stored and rule is not None and rule.spans
+        is_linear = self.method == "linear" or has_span
+
+        # A slot has an owner if nothing is computed: its change is copied, or the base's weight stays.
+        owner: str | None = None
+        if not terms:
+            owner = BASE
+        elif is_linear and len(terms) == 1 and terms[0].coefficient == 1:
+            owner = terms[0].expert
+        owner_label = owner
+        if owner is None and rule is not None:
+            owner_label = rule.joint_owner
+
+        total_rank, summed = 0, dict[str, float]()
+        for term in terms:
+            lora = term.change.lora
+            total_rank += 0 if lora is None else lora.rank
+            summed[term.expert] = summed.get(term.expert, 0.0) + term.coefficient
+
+        self.__dict__.update(
+            is_stored=is_stored,
+            matched_name=matched_name,
+            has_span=has_span,
+            is_linear=is_linear,
+            owner=owner,
+            owner_label=owner_label,
+            coefficients=summed if owner is None else owner,
+            absent=tuple(name for name in self.requested if name not in summed),
+            total_rank=total_rank,
+        )
 
     @cached_property
     def has_tokens(self) -> bool:
@@ -126,28 +184,9 @@ class Slot(Terms):
         return bool(self.shape) and ModuleName(self.module).is_vocabulary(self.layer)
 
     @property
-    def matched_name(self) -> str:
-        """The name that rules match: the module's, as adapters write it, with the parameter of a stored tensor."""
-        return f"{self.module}.{self.name.rpartition('.')[2]}" if self.is_stored else self.name
-
-    @cached_property
-    def is_linear(self) -> bool:
-        """Whether the result is a weighted sum of changes.
-
-        SLERP and similar methods are linear if all changes are low-rank: `resolve` computes their coefficients. For
-        stored tensors they are computed on whole weights.
-        """
-        return self.method == "linear" or self.has_span
-
-    @property
     def has_low_rank(self) -> bool:
         """Whether the result of low-rank changes has a low rank itself."""
         return self.is_linear or (self.rule is not None and self.rule.on_cores)
-
-    @property
-    def has_span(self) -> bool:
-        """Whether the coefficients are computed from inner products of low-rank changes."""
-        return self.method != "linear" and not self.is_stored and self.rule is not None and self.rule.spans
 
     @property
     def is_held_whole(self) -> bool:
@@ -159,36 +198,45 @@ class Slot(Terms):
         """All rows, as the rule computes them."""
         if self.terms and self.rule is not None and self.rule.acts_on_weights:
             return Span(0, self._rows, self.terms, self._base_by_side(self.rule.sides))
+
         rest = 1 - math.fsum(term.coefficient for term in self.terms if term.change.replaces)
         added = rest if abs(rest) > _NOTHING else None
-        return Span(0, self._rows, self.terms, (BaseShare(added),) if added or self._computes_with_base else ())
+        share = (BaseShare(added),) if added or self._computes_with_base else ()
+        return Span(0, self._rows, self.terms, share)
 
     def _base_by_side(self, sides: Mapping[str, Mapping[str, float]]) -> tuple[BaseShare, ...]:
         """The base's share of each side, for a method on whole weights."""
         replaced = dict.fromkeys(sides, 0.0)
-        for term in (term for term in self.terms if term.change.replaces):
-            replaced[term.side] += sides[term.side][term.expert]
-        shares = {side: 1 - share for side, share in replaced.items() if share < 1 and not math.isclose(share, 1)}
+        for term in self.terms:
+            if term.change.replaces:
+                replaced[term.side] += sides[term.side][term.expert]
+
+        shares = []
+        for side, share in replaced.items():
+            if share < 1 and not math.isclose(share, 1):
+                shares.append(BaseShare(1 - share, side=side))
         if self.opaque and not shares:
             return (BaseShare(None, side=self.opaque[0].side),)
-        return tuple(BaseShare(share, side=side) for side, share in shares.items())
+        return tuple(shares)
 
     @cached_property
     def ranges(self) -> tuple[Span, ...]:
         """All rows of a stored tensor in order: `spans` or, if all are alike, one span for each of its matrices."""
         if self.spans:
             return self.spans
-        count = self.matrices
-        height = self._rows // count
+
+        height = self._rows // self.matrices
         return tuple(
             replace(self.ordinary, start=matrix * height, stop=(matrix + 1) * height, matrix=matrix)
-            for matrix in range(count)
+            for matrix in range(self.matrices)
         )
 
     @property
     def _rows(self) -> int:
         """The rows of a stored tensor, as which all axes but the last count; 0 for a module of an adapter."""
-        return math.prod(self.shape[:-1] if len(self.shape) > 1 else self.shape) if self.is_stored else 0
+        if not self.is_stored:
+            return 0
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
 
     def with_spans(self, spans: Sequence[Span]) -> Slot:
         """The stored tensor with these spans, and as many rows."""
@@ -212,7 +260,9 @@ class Slot(Terms):
             for (side, expert), coefficient in self.rule.split(weights, apart=apart).items()
             if expert in term_of
         )
-        return replace(self, terms=terms, weights=weights)
+        parts = self.rule.split(weights, apart=self.rule.combines_sides)
+        requested = tuple(dict.fromkeys(expert for _, expert in parts))
+        return replace(self, terms=terms, weights=weights, requested=requested)
 
     @property
     def needs_base(self) -> bool:
@@ -254,36 +304,6 @@ class Slot(Terms):
         return next((term.expert for span in reversed(self.spans) for term in span.low_rank), None)
 
     @property
-    def requested(self) -> Mapping[str, float]:
-        """Each expert's coefficient in the rule, summed over its sides, including experts that lack the module."""
-        coefficients: dict[str, float] = {}
-        if self.rule is not None:
-            for (_, expert), coefficient in self.rule.split(self.weights, apart=self.rule.combines_sides).items():
-                coefficients[expert] = coefficients.get(expert, 0.0) + coefficient
-        return coefficients
-
-    @property
-    def absent(self) -> tuple[str, ...]:
-        """The experts that the rule requests but that do not change the slot (their ΔW is zero)."""
-        present = {term.expert for term in self.terms}
-        if self.rule is not None and not self.rule.averages and present == {self.rule.expert}:
-            return ()  # as in most modules of most plans
-        return tuple(name for name in self.requested if name not in present)
-
-    @cached_property
-    def owner(self) -> str | None:
-        """The expert whose change the slot gets unaltered, `base` for no change, None for a blend."""
-        if not self.terms:
-            return BASE
-        alone = self.is_linear and len(self.terms) == 1 and self.terms[0].coefficient == 1
-        return self.terms[0].expert if alone else None
-
-    @property
-    def coefficients(self) -> str | dict[str, float]:
-        """The owner's name, `base`, or each expert's coefficient, as plain data."""
-        return self.summed if self.owner is None else self.owner
-
-    @property
     def copied(self) -> Whole | None:
         """The tensor that is copied as the result; None if the result is computed."""
         if self.spans:
@@ -291,16 +311,6 @@ class Slot(Terms):
         if not self.terms:
             return self.base
         return self.whole[0].change if self.owner is not None and self.whole else None
-
-    @property
-    def total_rank(self) -> int:
-        """The rank of a module's exact form: the sum of its terms' ranks."""
-        return sum(lora.rank for lora in self.loras)
-
-    @property
-    def owner_label(self) -> str | None:
-        """The owner's name in the strip: an expert, `base`, or the rule's average or chain; None for a blend."""
-        return self.owner or (self.rule.joint_owner if self.rule else None)
 
     @property
     def blend(self) -> str:
@@ -335,7 +345,13 @@ def mixture(rule: Rule, weights: Mapping[str, float], method: str) -> str:
 
 def _parameters_text(rule: Rule) -> str:
     """The parameters that are required or differ from their defaults, except λ: ` at density 0.5`."""
-    parameters = [parameter for parameter in find_method(rule.method).own_parameters if parameter.name != SCALE.name]
-    values = [(p, rule.parameters[p.name]) for p in parameters if p.required or rule.parameters[p.name] != p.default]
-    listed = [f"{p.name} {value:g}" if p.kind is float else f"{p.name} {value}" for p, value in values]
+    listed = []
+    for parameter in find_method(rule.method).own_parameters:
+        if parameter.name == SCALE.name:
+            continue
+        value = rule.parameters[parameter.name]
+        if not parameter.required and value == parameter.default:
+            continue
+        text = f"{value:g}" if parameter.kind is float else str(value)
+        listed.append(f"{parameter.name} {text}")
     return f" at {', '.join(listed)}" if listed else ""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
 from functools import cache, cached_property, partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
@@ -69,8 +68,10 @@ class Target(Flag):
         `name` is what a server's client called the composition.
         """
         f = Facts(self, plan, **facts)
-        experts = [_faults("expert", adapter, replace(f, expert=key)) for key, adapter in plan.adapters.items()]
-        faults = [*chain.from_iterable(experts), *_faults_of_slots(plan, f)]
+        faults: list[_Fault] = []
+        for key, adapter in plan.adapters.items():
+            faults += _faults("expert", adapter, replace(f, expert=key))
+        faults += _faults_of_slots(plan, f)
         _add(faults or _faults("plan", plan, f), f, problems, name)
 
     def check_expert(self, adapter: Adapter, name: str, parameter: str | None = None) -> None:
@@ -163,8 +164,9 @@ class Facts:
 
     def enters(self, module: str) -> bool:
         """Whether the expert takes part in a module of a file. A running model or a server holds all of its modules."""
-        slots = {} if self.plan is None or self.target is not Target.GGUF else self.plan.slots
-        return module not in slots or any(term.expert == self.expert for term in slots[module].terms)
+        if self.plan is None or self.target is not Target.GGUF or module not in self.plan.slots:
+            return True
+        return any(term.expert == self.expert for term in self.plan.slots[module].terms)
 
     @cached_property
     def opaque(self) -> list[tuple[str, OpaqueModule]]:
@@ -174,8 +176,13 @@ class Facts:
     @cached_property
     def kinds(self) -> Mapping[str, str]:
         """The kind of each expert that is not LoRA."""
-        adapters = {} if self.plan is None else self.plan.adapters
-        return {name: next(iter(a.opaque.values())).method for name, a in adapters.items() if a.opaque}
+        kinds: dict[str, str] = {}
+        if self.plan is None:
+            return kinds
+        for name, adapter in self.plan.adapters.items():
+            if adapter.opaque:
+                kinds[name] = next(iter(adapter.opaque.values())).method
+        return kinds
 
     @cached_property
     def tokens(self) -> list[Slot]:
@@ -235,8 +242,12 @@ def _limits(of: str, target: Target) -> list[Limit]:
 
 def _faults(of: str, subject: Adapter | Plan, f: Facts) -> list[_Fault]:
     """The first culprit that each limit finds in an expert or a plan."""
-    limits = _limits(of, f.target)
-    return [(limit, culprit) for limit in limits if (culprit := next(limit.find(subject, f), None))]
+    faults = []
+    for limit in _limits(of, f.target):
+        culprit = next(limit.find(subject, f), None)
+        if culprit is not None:
+            faults.append((limit, culprit))
+    return faults
 
 
 def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
@@ -244,11 +255,13 @@ def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
     limits, found = _limits("slot", f.target), set[Limit]()
     for slot in plan:
         for limit in limits:
-            if culprit := next(limit.find(slot, f), None):
-                if limit not in found or f.target & _EVERY:
-                    yield limit, culprit
-                found.add(limit)
-                break
+            culprit = next(limit.find(slot, f), None)
+            if culprit is None:
+                continue
+            if limit not in found or f.target & _EVERY:
+                yield limit, culprit
+            found.add(limit)
+            break
 
 
 def _add(faults: Iterable[_Fault], f: Facts, problems: Problems, name: str = "") -> None:
@@ -271,12 +284,13 @@ _THRESHOLD = "`row_threshold`"
 
 @_of_expert(_OPAQUE, _SERVERS | Target.GGUF | Target.DIFF | Target.ANALYZE)
 def _not_lora(adapter: Adapter, f: Facts) -> Found:
-    for part in (part for part in adapter.opaque.values() if f.enters(part.name)):
-        converted = "" if part.is_linear else "Convert it to rsLoRA with `convert`. Or: "
-        yield Culprit(
-            f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A",
-            f"{converted}{f.otherwise}",
-        )
+    for part in adapter.opaque.values():
+        if f.enters(part.name):
+            converted = "" if part.is_linear else "Convert it to rsLoRA with `convert`. Or: "
+            yield Culprit(
+                f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A",
+                f"{converted}{f.otherwise}",
+            )
 
 
 @_of_expert(_OPAQUE, Target.LIVE, {Target.LIVE: "only DoRA and `lora_bias`"})
@@ -298,7 +312,9 @@ def _with_tokens(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert(_TOKENS, Target.WEIGHTS, {Target.WEIGHTS: "not beside full checkpoints"})
 def _tokens_beside_a_checkpoint(adapter: Adapter, f: Facts) -> Found:
-    for module in adapter.tokens if f.plan is not None and f.plan.checkpoints else ():
+    if f.plan is None or not f.plan.checkpoints:
+        return
+    for module in adapter.tokens:
         yield Culprit(
             f"{f.expert} trained single tokens of {module} (trainable_token_indices), but another expert is a full "
             "checkpoint",
@@ -308,7 +324,8 @@ def _tokens_beside_a_checkpoint(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert(_SAVED, _SERVERS | Target.GGUF)
 def _with_saved(adapter: Adapter, f: Facts) -> Found:
-    if saved := [module for module in adapter.saved if module not in adapter.tokens and f.enters(module)]:
+    saved = [module for module in adapter.saved if module not in adapter.tokens and f.enters(module)]
+    if saved:
         yield Culprit(
             f"{f.expert} holds {', '.join(saved)} trained in full (modules_to_save), which {f.holder} cannot use",
             "Convert them to LoRA with `adapterswap convert` and a `saved_rank`, or train them as LoRA",
@@ -317,8 +334,10 @@ def _with_saved(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert(_TIED, _SERVERS | Target.LIVE, {Target.LIVE: "as LoRA"})
 def _tied_experts(adapter: Adapter, f: Facts) -> Found:
-    lora = [module.name for module in adapter.modules.values() if module.embedding]
-    for module in (adapter.saved if f.target is Target.LIVE else lora) if adapter.config.tied else ():
+    if not adapter.config.tied:
+        return
+    tied = [module.name for module in adapter.modules.values() if module.embedding]
+    for module in adapter.saved if f.target is Target.LIVE else tied:
         yield Culprit(
             f"{f.expert} trained {module} together with what is tied to it (ensure_weight_tying), which {f.holder} "
             "does not support",
@@ -328,7 +347,8 @@ def _tied_experts(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert("LoRA on fused mixture-of-experts layers (`target_parameters`)", _SERVERS)
 def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
-    if fused := [module.name for module in adapter.modules.values() if module.parameter]:
+    fused = [module.name for module in adapter.modules.values() if module.parameter]
+    if fused:
         yield Culprit(
             f"{f.expert} has LoRA on fused mixture-of-experts layers ({and_more(fused, 3)}, target_parameters), which "
             f"{f.holder} cannot serve by name",
@@ -339,17 +359,20 @@ def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
 @_of_expert("trained biases, and whole weights outside `modules_to_save`", Target.LIVE)
 def over_the_base(adapter: Adapter, f: Facts) -> Found:
     ends = tuple(adapter.config.modules_to_save)
-    over = [
-        module for module in adapter.saved if not ModuleKeys(module).is_bias and not (ends and module.endswith(ends))
-    ]
+    over = []
+    for module in adapter.saved:
+        is_requested = bool(ends) and module.endswith(ends)
+        if not ModuleKeys(module).is_bias and not is_requested:
+            over.append(module)
     over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
-    named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
-    what = f"trained biases of the base (bias: {adapter.config.bias}{named})" if adapter.config.bias != "none" else ""
-    if what or over:
+
+    what = f"whole weights ({over[0]})" if over else ""
+    if adapter.config.bias != "none":
+        named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
+        what = f"trained biases of the base (bias: {adapter.config.bias}{named})"
+    if what:
         yield Culprit(
-            f"{f.expert} carries {what or f'whole weights ({over[0]})'}, with which PEFT would overwrite the base's "
-            "own for every expert",
-            f.otherwise,
+            f"{f.expert} carries {what}, with which PEFT would overwrite the base's own for every expert", f.otherwise
         )
 
 
@@ -358,8 +381,12 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
 
 @_of_slot(_NEW_ROWS, _FILES | Target.GGUF | Target.LIVE, dict.fromkeys(_FILES | Target.GGUF, "only LoRA of one expert"))
 def _different_rows(slot: Slot, f: Facts) -> Found:
-    expert = slot.factors_by_rows or (f.target is Target.LIVE and "NAME") if slot.spans else None
-    if expert:
+    if not slot.spans:
+        return
+    expert = slot.factors_by_rows
+    if expert is None and f.target is Target.LIVE:
+        expert = "NAME"
+    if expert is not None:
         yield Culprit(
             f"{slot.name} has other rows than the base, with different weights, but {f.holder} has one ΔW for all rows",
             f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {expert}}}. Or: {f.otherwise}",
@@ -385,8 +412,10 @@ def averaged(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("blends of LoRA on a module with the module in full", _FILES | Target.LIVE)
 def _beside_a_copy(slot: Slot, f: Facts) -> Found:
-    others = [*(term.expert for term in slot.low_rank), *(term.expert for term in slot.opaque)]
-    for term in slot.whole if others else ():
+    others = [term.expert for term in slot.low_rank] + [term.expert for term in slot.opaque]
+    if not others:
+        return
+    for term in slot.whole:
         yield Culprit(
             f"{slot.name} is a blend of {term.expert}, which holds it in full (modules_to_save), and "
             f"{others[0]}, which has LoRA on it",
@@ -414,9 +443,9 @@ def _tied_to_another(slot: Slot, f: Facts) -> Found:
 @_of_slot("modules in full or tokens, by magnitude weights or methods on ΔW", Target.PLAN)
 def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
     if slot.in_full and slot.rule is not None and slot.rule.combines_sides:
-        how = (
-            "has trained tokens (trainable_token_indices)" if slot.of_tokens else "is trained in full (modules_to_save)"
-        )
+        how = "is trained in full (modules_to_save)"
+        if slot.of_tokens:
+            how = "has trained tokens (trainable_token_indices)"
         yield Culprit(
             f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
@@ -441,19 +470,22 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
     rule, threshold = slot.rule, f.plan is not None and f.plan.composition.row_threshold is not None
     if rule is None or not (rule.needs_factors or rule.weights or threshold):
         return
-    for name in (name for name in (slot.requested if f.kinds else ()) if name in f.kinds):
+
+    for name in slot.requested:
+        if name not in f.kinds:
+            continue
+        kind = f.kinds[name]
         if threshold:
-            message = f"row_threshold compares rows of s·B·A, but {name} is {f.kinds[name]}"
+            message = f"row_threshold compares rows of s·B·A, but {name} is {kind}"
             yield Culprit(message, "Remove `row_threshold`", "row_threshold")
         if rule.needs_factors:
-            message = f"{rule.method} works on LoRA's factors, but {name} is {f.kinds[name]}"
-            yield Culprit(
-                message, f"Use another method, such as ties, or convert {name} to LoRA with `convert`", "method"
-            )
-        yield Culprit(
-            f"{name} is {f.kinds[name]}, whose magnitude depends on the base's weights", "Use explicit weights"
-        )
-    for term in slot.whole if rule.needs_factors else ():
+            remedy = f"Use another method, such as ties, or convert {name} to LoRA with `convert`"
+            yield Culprit(f"{rule.method} works on LoRA's factors, but {name} is {kind}", remedy, "method")
+        yield Culprit(f"{name} is {kind}, whose magnitude depends on the base's weights", "Use explicit weights")
+
+    if not rule.needs_factors:
+        return
+    for term in slot.whole:
         yield Culprit(
             f"{rule.method} works on LoRA's factors, but {term.expert} holds whole weights",
             "Extract an adapter from the full checkpoint with `adapterswap extract`, or use another method",
@@ -476,8 +508,12 @@ def _of_many_matrices(slot: Slot, f: Facts) -> Found:
 def _not_numbers(slot: Slot, f: Facts) -> Found:
     if slot.copied is not None and slot.copied.tensor.dtype == slot.dtype:
         return
-    entering = [whole.tensor.dtype for _, whole in slot.all_whole]
-    for dtype in [*entering, slot.dtype, *([slot.base.tensor.dtype] if slot.base else [])]:
+
+    dtypes = [whole.tensor.dtype for _, whole in slot.all_whole]
+    dtypes.append(slot.dtype)
+    if slot.base is not None:
+        dtypes.append(slot.base.tensor.dtype)
+    for dtype in dtypes:
         if dtype not in Dtype.FLOATS:
             yield Culprit(
                 f"{slot.name} is {dtype}, but only {', '.join(Dtype.FLOATS)} can be blended or changed",
@@ -516,54 +552,64 @@ def _lost_head(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("tokens beside other kinds than LoRA or, without LoRA, of two modules or with modules in full", _FILES)
 def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
+    if not f.tokens:
+        return
+    first = f.tokens[0]
+
     beside = [f"{expert} is {part.method}" for expert, part in f.opaque if part.lora is None]
     if not f.changed:
-        others = [slot for slot in plan.saved.values() if slot.terms]
-        beside += [f"{slot.name} in full" for slot in others if not slot.of_tokens]
-        beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != f.tokens[0].tokens]
-    if f.tokens and beside:
+        for slot in plan.saved.values():
+            if slot.terms and not slot.of_tokens:
+                beside.append(f"{slot.name} in full")
+        beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != first.tokens]
+    if beside:
         yield Culprit(
-            f"the result has trained tokens of {f.tokens[0].name} and {beside[0]}, but PEFT loads the two together "
+            f"the result has trained tokens of {first.name} and {beside[0]}, but PEFT loads the two together "
             "only beside LoRA",
-            f"Give {f.tokens[0].name} to the base, or some modules with LoRA to an expert. Or: {f.otherwise}",
+            f"Give {first.name} to the base, or some modules with LoRA to an expert. Or: {f.otherwise}",
         )
 
 
 @_of_plan("experts of several kinds, or with different settings", _FILES)
 def _mixed(plan: Plan, f: Facts) -> Found:
-    expert, first = f.opaque[0] if f.opaque else ("", None)
-    if first is None:
+    if not f.opaque:
         return
+    expert, first = f.opaque[0]
     remedy = f"Give all modules to experts of one kind. Or: {f.otherwise}"
     lora = [(slot.name, term) for slot in f.changed for term in slot.low_rank]
+
     if lora and (first.lora is None or first.settings.get("use_dora")):
         norms = ". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""
         name, term = lora[0]
         what = f"{expert} is {first.method} and {term.expert} is LoRA ({name})"
         yield Culprit(f"{what}, but an adapter holds only one kind{norms}", remedy)
-    for name, term in lora if first.settings.get("lora_bias") else ():
-        if term.lora.embedding or term.lora.parameter:
-            yield Culprit(
-                f"{expert} has biases (lora_bias) and {term.expert} has LoRA on {name}, an embedding or a parameter, "
-                "for which PEFT supports no such biases",
-                f"Give {name} to an expert without LoRA on it. Or: {f.otherwise}",
-            )
+
+    if first.settings.get("lora_bias"):
+        for name, term in lora:
+            if term.lora.embedding or term.lora.parameter:
+                yield Culprit(
+                    f"{expert} has biases (lora_bias) and {term.expert} has LoRA on {name}, an embedding or a "
+                    "parameter, for which PEFT supports no such biases",
+                    f"Give {name} to an expert without LoRA on it. Or: {f.otherwise}",
+                )
+
     for other, part in f.opaque:
         if part.method != first.method:
             what = f"{expert} is {first.method} and {other} is {part.method}"
             yield Culprit(f"{what}, but an adapter holds only one kind", remedy)
-        elif part.settings != first.settings and (listed := _differing(first, part)):
-            what = f"{expert} and {other} are {part.method}"
-            yield Culprit(f"{what} with settings that one adapter cannot hold: {listed}", remedy)
+        elif part.settings != first.settings:
+            listed = _differing(first, part)
+            if listed:
+                what = f"{expert} and {other} are {part.method}"
+                yield Culprit(f"{what} with settings that one adapter cannot hold: {listed}", remedy)
 
 
 def _differing(first: OpaqueModule, second: OpaqueModule) -> str:
     """The settings in which two modules differ, as PEFT reads them: absent keys have PEFT's defaults."""
     from peft import PeftConfig
 
-    ours, theirs = (
-        PeftConfig.from_peft_type(peft_type=part.peft_type, **part.settings).to_dict() for part in (first, second)
-    )
+    ours = PeftConfig.from_peft_type(peft_type=first.peft_type, **first.settings).to_dict()
+    theirs = PeftConfig.from_peft_type(peft_type=second.peft_type, **second.settings).to_dict()
     keys = sorted({*first.settings, *second.settings} & ours.keys())
     return "; ".join(f"{key} is {ours[key]!r} and {theirs[key]!r}" for key in keys if ours[key] != theirs[key])
 
@@ -571,7 +617,8 @@ def _differing(first: OpaqueModule, second: OpaqueModule) -> str:
 @_of_plan(_OPAQUE, Target.PORTABLE)
 def not_plain(plan: Plan, f: Facts) -> Found:
     what = [f"{expert} is {part.method} at {part.name}" for expert, part in f.opaque]
-    what += ["the result has only trained tokens"] * (bool(f.tokens) and not f.changed)
+    if f.tokens and not f.changed:
+        what.append("the result has only trained tokens")
     for found in what:
         yield Culprit(f"the portable layout is plain LoRA, but {found}", "Pass `layout=exact`", "layout")
 
@@ -589,8 +636,14 @@ def _too_high(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("VeRA without the widest module that shares its projections", _FILES)
 def _lost_width(plan: Plan, f: Facts) -> Found:
-    sharing = {expert: part for expert, part in f.opaque if part.peft_type in KINDS and KINDS[part.peft_type].shared}
-    result = {_leaf(slot) for slot in plan if slot.opaque} if sharing else set()
+    sharing = {}
+    for expert, part in f.opaque:
+        if part.peft_type in KINDS and KINDS[part.peft_type].shared:
+            sharing[expert] = part
+    if not sharing:
+        return
+
+    result = {_leaf(slot) for slot in plan if slot.opaque}
     for expert, part in sharing.items():
         for lost in sorted({_leaf(module) for module in plan.adapters[expert].opaque.values()} - result):
             yield Culprit(
@@ -607,8 +660,13 @@ def _leaf(module: Slot | OpaqueModule) -> str:
 
 @_of_plan("(IA)³ on inputs and outputs of modules whose names end alike", _FILES)
 def _indistinct(plan: Plan, f: Facts) -> Found:
-    opaque = [slot for slot in plan if slot.opaque] if f.opaque and f.opaque[0][1].peft_type == "IA3" else []
-    inputs = {slot.name: any(not term.change.part.on_bias for term in slot.opaque) for slot in opaque}
+    if not f.opaque or f.opaque[0][1].peft_type != "IA3":
+        return
+    inputs = {}
+    for slot in plan:
+        if slot.opaque:
+            inputs[slot.name] = any(not term.change.part.on_bias for term in slot.opaque)
+
     ends = tuple(name for name, scales in inputs.items() if scales)
     for name, scales in inputs.items():
         if ends and not scales and name.endswith(ends):
@@ -626,23 +684,30 @@ _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, g
 def _unfused(plan: Plan, f: Facts) -> Found:
     if not any(ModuleKeys(slot.name).is_fused for slot in f.changed):
         return
-    reasons, names_within = [], dict[str, set[str]]()  # list of experts → names within it
     fused = [name for name in plan.modules if ModuleKeys(name).is_fused]
+
+    reasons = []
     for slot in f.changed:
+        keys = ModuleKeys(slot.name)
         if slot.low_rank and slot.low_rank[0].lora.parameter:
             reasons.append(f"{fused[0]} has LoRA on one expert, but {slot.name} on all experts as one parameter")
-        elif slot.opaque and ModuleKeys(slot.name).is_fused:
+        elif slot.opaque and keys.is_fused:
             reasons.append(f"{slot.name} is not plain LoRA")
-        elif ModuleKeys(slot.name).is_like_fused and not ModuleKeys(slot.name).is_fused:
+        elif keys.is_like_fused and not keys.is_fused:
             reasons.append(f"{slot.name} and experts ({fused[0]}) both have LoRA, and PEFT would take it for one")
+
+    # Every expert of a list needs what any of them has, and both of two modules that become one parameter.
+    names_within = dict[str, set[str]]()
     for name in fused:
         start, _, within = name.rpartition(".experts.")
         names_within.setdefault(start, set()).add(within)
     required = set().union(*names_within.values())
     for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
-        required |= {f"{name.removesuffix(a)}{b}" for name in required for a, b in pairs if name.endswith(a)}
+        for one, other in pairs:
+            required |= {f"{name.removesuffix(one)}{other}" for name in required if name.endswith(one)}
     for start, names in names_within.items():
         reasons += [f"No expert has LoRA on {start}.experts.{missing}" for missing in sorted(required - names)]
+
     for reason in reasons:
         yield Culprit(
             f"{reason}: PEFT on transformers 5 fuses plain LoRA on all experts of a layer, or none", f.otherwise
@@ -679,19 +744,23 @@ def _lost_beside_experts(modules: Mapping[str, LoraModule], base: LocalBase, tas
 
 @_of_plan("methods on whole weights", _LOW_RANK)
 def _on_weights(plan: Plan, f: Facts) -> Found:
-    for slot in (slot for slot in f.changed if slot.rule is not None and slot.rule.acts_on_weights):
-        yield Culprit(
-            f"{slot.method} combines whole weights, including the base's, but {f.holder} holds only ΔW",
-            "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
-            f.parameter or "method",
-        )
+    for slot in f.changed:
+        if slot.rule is not None and slot.rule.acts_on_weights:
+            yield Culprit(
+                f"{slot.method} combines whole weights, including the base's, but {f.holder} holds only ΔW",
+                "Write full weights with `adapterswap merge`, or use a method on ΔW (`adapterswap methods` lists them)",
+                f.parameter or "method",
+            )
 
 
 @_of_plan(_NONLINEAR, _FILES | Target.GGUF, dict.fromkeys(_FILES | Target.GGUF, "with `max_rank`"))
 def _of_full_rank(plan: Plan, f: Facts) -> Found:
-    for slot in (slot for slot in f.changed if not slot.has_low_rank and (f.max_rank, f.max_error) == (None, None)):
-        message = f"{slot.method} gives {slot.name} a ΔW of full rank, and {f.holder} has a low one"
-        yield Culprit(message, "Pass `max_rank` or `max_error`", "max_rank")
+    if f.max_rank is not None or f.max_error is not None:
+        return
+    for slot in f.changed:
+        if not slot.has_low_rank:
+            message = f"{slot.method} gives {slot.name} a ΔW of full rank, and {f.holder} has a low one"
+            yield Culprit(message, "Pass `max_rank` or `max_error`", "max_rank")
 
 
 @_of_plan(_NONLINEAR, _SERVERS | Target.LIVE)
@@ -721,7 +790,8 @@ def _threshold_of_a_checkpoint(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("a module that one expert holds in full and another adapts", Target.LIVE)
 def _clashing(plan: Plan, f: Facts) -> Found:
-    if (odd := clash({name: (adapter.saved, adapter.parts) for name, adapter in plan.adapters.items()})) is not None:
+    odd = clash({name: (adapter.saved, adapter.parts) for name, adapter in plan.adapters.items()})
+    if odd is not None:
         yield Culprit(odd, f.otherwise)
 
 
