@@ -50,25 +50,33 @@ def check_bases(
     """
     adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
     reported = set()
+
+    # An adapter that was trained on top of another one needs that one, too.
     for name, adapter in adapters.items() if by_weights else ():
         if is_on_top(adapter.base_fingerprints) and not _holds(declared, adapter.base_fingerprints):
             below = [other for other, part in adapters.items() if _is_merged_into(part, adapter)]
             reported.add(name)
             problems.add(*_only_adds(name, *below[:1]), parameter="chains", kind=ExpertError)
+
+    # Of two bases, each expert is reported once.
     others = {name: expert for name, expert in experts.items() if name not in reported}
     for (one, first), (two, second) in combinations(others.items(), 2):
         problem = _weights_differ(one, first, two, second) if by_weights else None
-        if isinstance(first, Adapter) and isinstance(second, Adapter) and problem is None:
-            problem = _chained(one, first, two, second) if by_weights else None
-            if declared is None:
-                problem = problem or _names_differ(one, first, two, second)
+        if problem is None and isinstance(first, Adapter) and isinstance(second, Adapter):
+            if by_weights:
+                problem = _chained(one, first, two, second)
+            if problem is None and declared is None:
+                problem = _names_differ(one, first, two, second)
         if problem is not None and two not in reported:
             reported.add(two)
             problems.add(*problem, kind=ExpertError)
-    for name, expert in experts.items() if by_weights and not reported else ():
-        if declared is not None and isinstance(expert, Adapter) and _lies_on_merged(expert, declared):
+
+    if declared is None or reported or not by_weights:
+        return
+    for name, adapter in adapters.items():
+        if _lies_on_merged(adapter, declared):
             problems.add(
-                f"{name} was trained on {expert.config.base_model}, into which adapters are merged, and not on "
+                f"{name} was trained on {adapter.config.base_model}, into which adapters are merged, and not on "
                 f"{declared}",
                 f"{_as_chain('FIRST', name)}. Or pass the base that it was trained on",
                 parameter="base_model",
@@ -92,25 +100,30 @@ def check_base_weights(
             if not _holds(str(base.folder) if base else None, fingerprints):
                 raise ExpertError(*_only_adds(name), parameter="chains")
             continue
-        file = differing_weights(fingerprints, base.identity) if base is not None and fingerprints else None
-        if base is not None and file is not None:
-            place = (own or {}).get(name)
-            trained_on = _checkpoint(place)
-            if trained_on is None or trained_on.source.identity != fingerprints:
-                place = None
-            if (rounded := _rounded(place, str(base.folder))) is not None:
-                raise BaseModelError(
-                    f"{name} was trained on the same model in another dtype: {rounded}",
-                    f"Pass the base that it was trained on as `base_model`, or declare that {base} may take its place: "
-                    f"delete `fingerprints` from the record in {name}'s folder",
-                    parameter="base_model",
-                )
-            known = "another model" if place is not None else "a base"
+        if base is None or not fingerprints:
+            continue
+        file = differing_weights(fingerprints, base.identity)
+        if file is None:
+            continue
+
+        # If the base that it was trained on is here, both may be one model in two dtypes.
+        place = (own or {}).get(name)
+        trained_on = _checkpoint(place)
+        is_known = trained_on is not None and trained_on.source.identity == fingerprints
+        rounded = _rounded(place, str(base.folder)) if is_known else None
+        if rounded is not None:
             raise BaseModelError(
-                f"{name} was trained on {known} with other weights than {base}: {file} differs",
-                f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
+                f"{name} was trained on the same model in another dtype: {rounded}",
+                f"Pass the base that it was trained on as `base_model`, or declare that {base} may take its place: "
+                f"delete `fingerprints` from the record in {name}'s folder",
                 parameter="base_model",
             )
+        what = "another model" if is_known else "a base"
+        raise BaseModelError(
+            f"{name} was trained on {what} with other weights than {base}: {file} differs",
+            f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
+            parameter="base_model",
+        )
 
 
 def _rounded(first: str | None, second: str | None) -> str | None:
@@ -161,21 +174,23 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
 
     Paths to one folder on this machine need no check.
     """
-    places = {
-        name: expert.config.base_model
-        for name, expert in experts.items()
-        if isinstance(expert, Adapter)
-        and expert.config.base_model
-        and not Reference(expert.config.base_model).is_hub_id
-    }
-    sides = {*places.values(), *([declared] if declared is not None else [])}
-    recorded = all(experts[name].base_fingerprints for name in places)
-    known = recorded and (declared is None or os.path.isdir(expand(declared)))
+    places = {}
+    for name, expert in experts.items():
+        base = expert.config.base_model if isinstance(expert, Adapter) else None
+        if base and not Reference(base).is_hub_id:
+            places[name] = base
+
+    sides = {*places.values()}
+    known = all(experts[name].base_fingerprints for name in places)
+    if declared is not None:
+        sides.add(declared)
+        known = known and os.path.isdir(expand(declared))
     if known or len(places) + (declared is not None) < 2 or _one_folder(sides):
         return ()
+
     without = [name for name in places if not experts[name].base_fingerprints] or [str(declared)]
-    base = _called(experts[next(iter(places))])
-    what = f"the weights of the local base {base} are not known for {' and '.join(without)}"
+    called = _called(experts[next(iter(places))])
+    what = f"the weights of the local base {called} are not known for {' and '.join(without)}"
     return (f"Not checked whether all have one base: {what}",)
 
 
@@ -281,10 +296,14 @@ def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
         return False
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
         record = Records(folder).provenance()
-        shares = [owner.values() for owner in record["tensors"].values() if isinstance(owner, Mapping)]
-        if "kept_rows" in record or any(share != 1 for by_expert in shares for share in by_expert):
+        if "kept_rows" in record:
             return False
-        if (kept := Records(folder).kept_layers()) is not None:
+        for owner in record["tensors"].values():
+            if isinstance(owner, Mapping) and any(share != 1 for share in owner.values()):
+                return False
+
+        kept = Records(folder).kept_layers()
+        if kept is not None:
             return kept == parts[-1].kept_layers
         rules = record["rules"]
         return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}
@@ -305,24 +324,28 @@ def with_chains(
     based, notes = dict(experts), list[str]()
     for parts in chains.values():
         before: list[Adapter] = []
-        for name in (name for name in parts if name in experts):
+        for name in parts:
+            if name not in experts:
+                continue
             adapter, lower = experts[name], parts[max(0, len(before) - 1)]
             if not isinstance(adapter, Adapter) or (before and (adapter.opaque or adapter.saved)):
                 what = "a full checkpoint" if isinstance(adapter, Checkpoint) else "not only plain LoRA"
+                rule = "a chain begins with an adapter"
+                if before:
+                    rule = f"only plain LoRA can be added on top of {lower} in a chain"
                 problems.add(
-                    f"{name} is {what}, but only plain LoRA can be added on top of {lower} in a chain"
-                    if before
-                    else f"{name} is {what}, but a chain begins with an adapter",
+                    f"{name} is {what}, but {rule}",
                     "Merge them one after another with `merge`",
                     parameter="chains",
                     kind=UnsupportedError,
                 )
                 break
+
             if before:
-                lower_modules = {module for part in before for module in part.factors}
-                if copies := [m.name for m in adapter.factors.values() if m.base and m.name in lower_modules]:
+                copied = _copied_from_below(adapter, before)
+                if copied is not None:
                     problems.add(
-                        f"{name} carries a copy of {copies[0]} with {lower} merged into it, which PEFT would put in "
+                        f"{name} carries a copy of {copied} with {lower} merged into it, which PEFT would put in "
                         "the place of the base's own",
                         f"Load {name} with PEFT, and save it with save_pretrained(PATH, save_embedding_layers=False)",
                         parameter="chains",
@@ -331,28 +354,43 @@ def with_chains(
                 if not recorded:
                     with problems.collect():
                         notes += _check_on_top(name, adapter, lower, before)
-                first = before[0]
-                config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
-                based[name] = replace(
-                    adapter, config=config, base_fingerprints=first.base_fingerprints,
-                    trained_on=adapter.config.base_model,
-                )  # fmt: skip
+                based[name] = _on_base_of(before[0], adapter)
             before.append(adapter)
     return based, tuple(notes)
+
+
+def _copied_from_below(adapter: Adapter, before: Sequence[Adapter]) -> str | None:
+    """The first module of which an adapter has a copy, although those before it changed it; None if there is none."""
+    changed = {module for part in before for module in part.factors}
+    return next((m.name for m in adapter.factors.values() if m.base and m.name in changed), None)
+
+
+def _on_base_of(first: Adapter, adapter: Adapter) -> Adapter:
+    """An adapter of a chain as one of the first one's base; `trained_on` keeps what its own config says."""
+    config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
+    return replace(
+        adapter,
+        config=config,
+        base_fingerprints=first.base_fingerprints,
+        trained_on=adapter.config.base_model,
+    )
 
 
 def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:
     """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
     cannot be known."""
     merged = _merged_into(adapter)
-    identities = [_identity(part) for part in before] if merged is not None else []
-    others = merged is not None and merged not in (identities[-1:], identities)
+    others = False
+    if merged is not None:
+        identities = [_identity(part) for part in before]
+        others = merged not in (identities[-1:], identities)
     if others or any(_is_merged_into(adapter, part) for part in before):
         raise ExpertError(
             f"{name} was not trained on top of {lower}, by the records of what is merged into their bases",
             "Name the adapters of the chain in the order in which they were trained",
             parameter="chains",
         )
+
     by_base = merged is not None and not is_on_top(adapter.base_fingerprints)
     if by_base and not _merged_whole(adapter.config.base_reference, before):
         raise ExpertError(

@@ -110,19 +110,22 @@ def find_num_layers(base: BaseFacts) -> tuple[NumLayers | None, BaseFacts]:
 
 def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     """The least number of layers that a base with the experts' modules can have."""
-    parts = [part for adapter in experts.values() for part in adapter.parts.values()]
-    slices = [adapter.kept_layers for adapter in experts.values() if adapter.kept_layers is not None]
-    kept = [(stack, layer) for slice_ in slices for stack, layers in slice_.by_stack.items() for layer in layers]
-
-    def least(stack: Stack | None) -> int:
-        layers = [
-            part.layer for part in parts if part.layer is not None and stack in (None, ModuleName(part.name).stack)
-        ]
-        return 1 + max([*layers, *(layer for key, layer in kept if key in (None, stack))], default=0)
-
-    if not any(adapter.has_both_stacks for adapter in experts.values()):
-        return least(None)
-    return {stack: least(stack) for stack in STACKS}
+    has_both = any(adapter.has_both_stacks for adapter in experts.values())
+    stacks: tuple[Stack | None, ...] = STACKS if has_both else (None,)
+    counts = []
+    for stack in stacks:
+        layers = [0]
+        for adapter in experts.values():
+            for part in adapter.parts.values():
+                if part.layer is not None and stack in (None, ModuleName(part.name).stack):
+                    layers.append(part.layer)
+            # A slice may have kept layers in which it adapts nothing.
+            if adapter.kept_layers is not None:
+                for key, kept in adapter.kept_layers.by_stack.items():
+                    if key in (None, stack):
+                        layers += kept
+        counts.append(1 + max(layers))
+    return dict(zip(STACKS, counts, strict=True)) if has_both else counts[0]
 
 
 def find_stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> FoundDepth:

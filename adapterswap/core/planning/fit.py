@@ -319,25 +319,30 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
 
 
 def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pair]]:
-    """The linear modules of plain types of models, with the shapes that their config says."""
+    """The linear modules of plain types of models that have the shapes that their config says."""
     if str(config.get("model_type")) not in _PLAIN_TYPES:
         return {}
+
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     sizes = [config.get(key) for key in keys]
     hidden, inner, heads, groups, width = (size if isinstance(size, int) else 0 for size in sizes)
     groups = groups or heads
     width = width or hidden // max(heads, 1)
+
+    # The weights are out×in: q and o span all heads, k and v the groups that share them.
     across, grouped = (heads * width, hidden), (groups * width, hidden)
     sides = {"q": across, "k": grouped, "v": grouped, "o": across[::-1]}
     sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+
     found = {}
     for name, part in adapter.parts.items():
         match = _PLAIN.fullmatch(name)
         lora = part if isinstance(part, LoraModule) else part.lora
-        if match is not None and lora is not None:
-            pairs = _widths(part, sides[match[1] or match[2]])
-            if all(pair.ours == pair.theirs for pair in pairs):  # else transformers decides
-                found[name] = pairs
+        if match is None or lora is None or lora.embedding:
+            continue
+        ours, theirs = (lora.out_features, lora.in_features), sides[match[1] or match[2]]
+        if ours == theirs:  # else transformers decides
+            found[name] = [Pair(name, ours, theirs)]
     return found
 
 

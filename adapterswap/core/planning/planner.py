@@ -111,7 +111,7 @@ def make_plan(
         base_at_hand = base_at_hand or composition.base_model is not None
     else:
         plan, uncovered = _plan_of_weights(opened, base, problems), ()
-    check(Planned(plan, composition.expert_names, uncovered, recorded, base_at_hand), problems)
+    check(Planned(plan, names, uncovered, recorded, base_at_hand), problems)
     problems.raise_if_any()
 
     if recorded:

@@ -66,10 +66,14 @@ def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
 def trained_terms(slot: Slot) -> dict[str, Term[Whole]]:
     """The terms with trained tokens by expert, which may enter on two sides."""
     terms: dict[str, Term[Whole]] = {}
-    for term in (term for term in slot.whole if term.change.rows):
+    for term in slot.whole:
+        if not term.change.rows:
+            continue
         earlier = terms.get(term.expert)
-        coefficient = term.coefficient + (earlier.coefficient if earlier else 0.0)
-        terms[term.expert] = replace(earlier or term, coefficient=coefficient)
+        if earlier is None:
+            terms[term.expert] = replace(term, coefficient=term.coefficient + 0.0)
+        else:
+            terms[term.expert] = replace(earlier, coefficient=term.coefficient + earlier.coefficient)
     return terms
 
 
@@ -152,14 +156,14 @@ def settle_vocabulary(
     """
     if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base.weights):
         return Vocabularies(list(slots))
+
     table = _token_table(ends, experts, slots, base)
     settled: list[Slot] = []
     sizes: dict[str, int] = {}
     rows_of: dict[str, Rows] = {}
     for before in slots:
-        rows = Rows.of(
-            before, {n: by_name[before.name] for n, by_name in ends.items() if before.name in by_name}, table
-        )
+        changes = {name: by_slot[before.name] for name, by_slot in ends.items() if before.name in by_slot}
+        rows = Rows.of(before, changes, table)
         slot, size = before, None
         if before.of_tokens:
             slot, size = with_trained_rows(before, table.size_of(before))
@@ -169,6 +173,7 @@ def settle_vocabulary(
         if size is not None:
             sizes[slot.name] = size - table.extra(slot.module)
         settled.append(slot)
+
     notes = _notes(table, _new_tokens(settled, table), sizes, is_model=any(slot.is_stored for slot in slots))
     return Vocabularies(settled, notes, slots, composition, table, rows_of, sizes)
 
@@ -176,11 +181,14 @@ def settle_vocabulary(
 def _new_tokens(slots: Iterable[Slot], table: TokenTable) -> dict[int, tuple[str, str | None]]:
     """The new tokens by id: their owner, and their text if it is known."""
     new: dict[int, tuple[str, str | None]] = {}
-    for span in (span for slot in slots for span in slot.spans if span.is_new):
-        owner = span.terms[0].expert
-        for i in range(span.start, span.stop):
-            if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
-                new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+    for slot in slots:
+        for span in slot.spans:
+            if not span.is_new:
+                continue
+            owner = span.terms[0].expert
+            for i in range(span.start, span.stop):
+                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
+                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
     return new
 
 
@@ -197,9 +205,14 @@ def _are_alike(
     if not all(slot.is_stored for slot in slots):
         return False
     rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
-    if any(part.height not in (None, rows_of[name]) for parts in ends.values() for name, part in parts.items()):
-        return False
-    folders = [expert.source.folder for expert in experts.values()] + ([base.source.folder] if base else [])
+    for parts in ends.values():
+        for name, part in parts.items():
+            if part.height not in (None, rows_of[name]):
+                return False
+
+    folders = [expert.source.folder for expert in experts.values()]
+    if base is not None:
+        folders.append(base.source.folder)
     return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
 
 
@@ -222,12 +235,14 @@ def _token_table(
 
     size = None if config is None else ModelConfig(config).language.get("vocab_size")
     size = size if type(size) is int else None
+
     tokens: dict[str, Tokens] = {}
     for name, expert in experts.items():
         with unreadable.collect():
             own_tokens = read_tokens(expert.source.folder)
             if own_tokens is not None:
                 tokens[name] = own_tokens
+
     of_base = None
     with unreadable.collect():
         of_base = None if folder is None else read_tokens(folder)
@@ -263,17 +278,19 @@ class Rows:
         # A method without factors changes the base's own rows. Every expert has at least these.
         own = table.size or min(height for height in heights.values() if height is not None)
         sizes = {name: own if height is None else height for name, height in heights.items()}
-        return cls(slot, changes, table, sizes, {n: table.new(n, sizes[n]) for n in changes}) if changes else None
+        if not changes:
+            return None
+        return cls(slot, changes, table, sizes, {name: table.new(name, size) for name, size in sizes.items()})
 
     @cached_property
     def new_ids(self) -> set[int]:
-        return {i for tokens in self.new.values() for i in tokens}
+        return set().union(*self.new.values())
 
     @cached_property
     def entering(self) -> set[str]:
         """The experts whose rows enter: those of the terms, and owners of new tokens that these lack."""
         named = {term.expert for term in self.slot.terms}
-        known = {i for name in named for i in self.new[name]}
+        known = set().union(*(self.new[name] for name in named))
         return named | {name for name, tokens in self.new.items() if not tokens.keys() <= known}
 
     @property
@@ -304,7 +321,9 @@ class Rows:
         """The first `total` rows in order; none if all are computed as the rule says."""
         slot, size = self.slot, self.table.size
         edges = {0, total, *self.sizes.values(), *self.new_ids, *(i + 1 for i in self.new_ids)}
-        edges |= set() if size is None else {size}
+        if size is not None:
+            edges.add(size)
+
         spans: list[Span] = []
         for start, stop in pairwise(sorted(edge for edge in edges if edge <= total)):
             span = self._span(start, stop)
@@ -313,12 +332,14 @@ class Rows:
                 spans[-1] = replace(last, stop=stop)
             else:
                 spans.append(span)
+
         ordinary = all(span.is_like(slot.ordinary) for span in spans)
         ordinary = ordinary and all(self.sizes[term.expert] == total for term in slot.terms)
         # Even if all rows have the same terms, merging has to know where the base's rows end.
         return () if ordinary and size in (None, total) else tuple(spans)
 
     def _span(self, start: int, stop: int) -> Span:
+        """Rows that are computed alike: those of new tokens by the experts that have them, the others by the rule."""
         slot, size = self.slot, self.table.size
         owners = [name for name, tokens in self.new.items() if start in tokens]
         if owners:
@@ -331,6 +352,7 @@ class Rows:
             owners = [name for name, count in self.sizes.items() if count >= stop]
         if not entering:
             entering = [Term(owners[0], owners[0], 1.0, self.changes[owners[0]])]
+
         terms = shared_out(entering)
         # The coefficients add up to 1, so the base's is the sum of those that are added to it.
         added = [term.coefficient for term in terms if not term.change.replaces]
@@ -352,6 +374,7 @@ def _settled(rows: Rows) -> tuple[Slot, int | None]:
 def _notes(
     table: TokenTable, new: Mapping[int, tuple[str, str | None]], sizes: Mapping[str, int], *, is_model: bool
 ) -> tuple[str, ...]:
+    """What becomes of the vocabulary; `new` are its new tokens, `sizes` the rows of embeddings and heads."""
     size = max(sizes.values(), default=0)
     grows = table.size is not None and size > table.size
     if table.size is not None and 0 < size < table.size and not (is_model and new):
@@ -359,11 +382,11 @@ def _notes(
         return (shrinkage if is_model else f"{shrinkage}: {_resize(size)}",)
     if not grows and not (is_model and new):
         return ()
-    owners = dict.fromkeys(owner for owner, _ in new.values())
-    additions = [
-        f"{and_more([repr(token) if token else str(i) for i, (o, token) in new.items() if o == owner])} of {owner}"
-        for owner in owners
-    ]
+
+    by_owner: dict[str, list[str]] = {}
+    for i, (owner, token) in new.items():
+        by_owner.setdefault(owner, []).append(repr(token) if token else str(i))
+    additions = [f"{and_more(tokens)} of {owner}" for owner, tokens in by_owner.items()]
     listed = f" ({'; '.join(additions)})" if additions else ""
     if is_model and not grows:
         return (f"the vocabulary has new tokens{listed}",)

@@ -417,6 +417,7 @@ class Rule(MethodPlain):
         if self.modules == ():
             raise FieldMistake("`modules` is empty: leave it out to match all modules", "modules")
         self._check_averages()
+
         if self.blend is None:
             extra = self.model_fields_set & {"weights", "method", "parameters", "normalize"}
             if extra:
@@ -424,6 +425,7 @@ class Rule(MethodPlain):
                 message = f"the rule names one `expert`, so it cannot set {', '.join(names)}, which belong to a `blend`"
                 raise FieldMistake(message, names[0])
             return
+
         if self.weights and self.method != "linear":
             raise FieldMistake(f"magnitude weights work with averages, not with {self.method}", "weights")
         if self.weights and self.blend.get(BASE):
@@ -436,6 +438,7 @@ class Rule(MethodPlain):
     def _check_method(self, blend: Mapping[str, float]) -> None:
         method = find_method(self.method)
         method.check(self.parameters)
+
         least, most = method.sides
         if least == most == 2 and (len(blend) != 2 or BASE in blend):
             raise FieldMistake(f"{self.method} interpolates between two experts: name exactly two", "blend")
@@ -444,7 +447,9 @@ class Rule(MethodPlain):
             raise FieldMistake(message, "blend")
         if method.counts_absent and BASE in blend:
             raise FieldMistake(f"{self.method} combines experts, but the blend names the base: remove it", "blend")
-        if not method.weighted and (odd := [name for name, weight in blend.items() if weight != 1]):
+
+        odd = [name for name, weight in blend.items() if weight != 1]
+        if odd and not method.weighted:
             message = f"{self.method} takes no weights, but {odd[0]} has {blend[odd[0]]:g}: set every weight to 1"
             raise FieldMistake(message, "blend")
         if self.method == "slerp" and (min(blend.values()) < 0 or self.normalize is False):
@@ -474,10 +479,10 @@ class Rule(MethodPlain):
         """Whether the rule matches the module with this name, layer and kind."""
         if self.stack is not None and ModuleName(name).stack != self.stack:
             return False
-        if self.layers is not None:
-            in_layers = layer is None if self.layers == NO_LAYER else layer in parse_layers(self.layers)
-            if not in_layers:
-                return False
+        if self.layers == NO_LAYER and layer is not None:
+            return False
+        if self.layers not in (None, NO_LAYER) and layer not in parse_layers(self.layers):
+            return False
         return self.modules is None or any(Rule.selects(module, name, kind) for module in self.modules)
 
     @property
@@ -487,13 +492,17 @@ class Rule(MethodPlain):
         The base is left out but counts in an average: the average of an expert and the base is half the expert. Each
         adapter of a chain has the share of the chain.
         """
-        names = [self.expert] if self.expert is not None else list(self.blend or {})
-        sides: dict[str, dict[str, float]] = {name: {} for name in names if name != BASE}
-        for side, shares in sides.items():
+        names = list(self.blend or {}) if self.expert is None else [self.expert]
+        sides: dict[str, dict[str, float]] = {}
+        for side in names:
+            if side == BASE:
+                continue
+            shares = sides[side] = {}
             members = self.averages.get(side, (side,))
-            for expert in (part for member in members for part in self._chains.get(member, (member,))):
-                if expert != BASE:
-                    shares[expert] = shares.get(expert, 0.0) + 1 / len(members)
+            for member in members:
+                for expert in self._chains.get(member, (member,)):
+                    if expert != BASE:
+                        shares[expert] = shares.get(expert, 0.0) + 1 / len(members)
         return sides
 
     def chained(self, chains: Mapping[str, tuple[str, ...]]) -> Rule:
@@ -521,9 +530,11 @@ class Rule(MethodPlain):
         """
         if self.expert is not None:
             return {} if self.expert == BASE else {self.expert: 1.0}
+
         assert self.blend is not None
-        linear = self.method == "linear" and self.weights is None
-        total = math.fsum(self.blend.values()) if linear and self.normalizes else 1.0
+        total = 1.0
+        if self.method == "linear" and self.weights is None and self.normalizes:
+            total = math.fsum(self.blend.values())
         return {name: weight / total for name, weight in self.blend.items() if name != BASE and weight != 0}
 
     def split(self, weights: Mapping[str, float], *, apart: bool = False) -> dict[tuple[str, str], float]:
@@ -535,14 +546,14 @@ class Rule(MethodPlain):
                 Otherwise its coefficients are summed, and it becomes a side of its own.
         """
         sides = self.sides
-        parts = {
-            (side, expert): weight * share for side, weight in weights.items() for expert, share in sides[side].items()
-        }
+        parts: dict[tuple[str, str], float] = {}
+        summed: dict[tuple[str, str], float] = {}
+        for side, weight in weights.items():
+            for expert, share in sides[side].items():
+                parts[side, expert] = weight * share
+                summed[expert, expert] = summed.get((expert, expert), 0.0) + weight * share
         if apart:
             return parts
-        summed: dict[tuple[str, str], float] = {}
-        for (_, expert), coefficient in parts.items():
-            summed[expert, expert] = summed.get((expert, expert), 0.0) + coefficient
         return {key: coefficient for key, coefficient in summed.items() if coefficient != 0}
 
     def coefficients(self) -> dict[str, float]:
@@ -615,15 +626,19 @@ class Rule(MethodPlain):
         return self.method != "linear" or self.weights is not None
 
     def __str__(self) -> str:
-        where = [] if self.layers is None else [f"layers {self.layers}"]
-        where += [] if self.stack is None else [f"the {self.stack}"]
-        where += [] if self.modules is None else [f"modules {', '.join(self.modules)}"]
-        if self.expert is not None:
-            source = self.expert
-        else:
-            assert self.blend is not None
-            source = " + ".join(f"{weight:g}·{name}" for name, weight in self.blend.items())
-            source = source if self.method == "linear" else f"{self.method}({source})"
+        where = []
+        if self.layers is not None:
+            where.append(f"layers {self.layers}")
+        if self.stack is not None:
+            where.append(f"the {self.stack}")
+        if self.modules is not None:
+            where.append(f"modules {', '.join(self.modules)}")
+
+        source = self.expert
+        if source is None:
+            source = " + ".join(f"{weight:g}·{name}" for name, weight in (self.blend or {}).items())
+            if self.method != "linear":
+                source = f"{self.method}({source})"
         return f"{' and '.join(where) or 'everything'} → {source}"
 
     @staticmethod
@@ -637,17 +652,24 @@ class Rule(MethodPlain):
         modules = rule.get("modules") or ()
         averages = rule.get("averages") or {}
         text = f"{', '.join(map(_quoted, modules))} of " if modules else ""
+
         if "expert" in rule:
             text += _side(rule["expert"], averages)
         else:
-            plain = len(rule["blend"]) > 1  # a single expert with a weight is a blend, without one it is an owner
-            text += " + ".join(
-                _side(name, averages) + ("" if plain and weight == 1 else f"*{_number(weight)}")
-                for name, weight in rule["blend"].items()
-            )
-        text += f": {rule['layers']}" if rule.get("layers") is not None else ""
+            sides = []
+            for name, weight in rule["blend"].items():
+                # A single expert with a weight is a blend, without one it is an owner.
+                has_weight = weight != 1 or len(rule["blend"]) == 1
+                factor = f"*{_number(weight)}" if has_weight else ""
+                sides.append(f"{_side(name, averages)}{factor}")
+            text += " + ".join(sides)
+
+        if rule.get("layers") is not None:
+            text += f": {rule['layers']}"
         settings = [f"{key}={_setting(value)}" for key, value in rule.items() if key not in _ELSEWHERE]
-        return text + (f" with {', '.join(settings)}" if settings else "")
+        if settings:
+            text += f" with {', '.join(settings)}"
+        return text
 
     @staticmethod
     def selects(selector: str, name: str, kind: Kind) -> bool:
