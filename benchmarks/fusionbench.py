@@ -27,8 +27,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from adapterswap import Composition, compose, merge
-from adapterswap.kit.files.models import read_recipe
-from adapterswap.kit.files.yaml import shipped_recipes
+from adapterswap.kit.files.yaml import read_recipe, shipped_recipes
 
 TEMPLATES = Path("tasks", "flan_t5_text_generation", "glue_prompt_templates.py")
 REGRESSION = "stsb"

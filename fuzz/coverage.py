@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["adapterswap", "json", "re", "ruamel"])
     from adapterswap.core.planning.composition import Composition
     from adapterswap.core.writing.records import read_record
     from adapterswap.kit.errors import AdapterswapError
-    from adapterswap.kit.files.models import read_recipe
+    from adapterswap.kit.files.yaml import read_recipe
 
 FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 HEADER, DATA = parts(tensors())

@@ -217,7 +217,7 @@ def composition_from_options(
         raise click.UsageError("--chain requires the adapters that it names: pass --expert NAME=PATH.")
     if not tasks or not languages:
         raise click.UsageError("Pass --task-expert and --language-expert, or --expert and --rule, or a recipe.")
-    return Composition.read({**fields, **_name_experts(tasks, languages)})
+    return Composition.read_content({**fields, **_name_experts(tasks, languages)})
 
 
 def _from_recipe(recipe: str) -> Composition:
@@ -292,9 +292,9 @@ def _by_rules(experts: dict[str, str], texts: tuple[str, ...], fields: dict[str,
     if not experts:
         raise click.UsageError("--rule requires the experts that it names: pass --expert NAME=PATH.")
     if not texts:
-        return Composition.read({**_all_combined(experts, fields), "experts": experts})
+        return Composition.read_content({**_all_combined(experts, fields), "experts": experts})
     rules = parsed_rules(texts)
-    composition = Composition.read({**fields, "experts": experts, "rules": rules})
+    composition = Composition.read_content({**fields, "experts": experts, "rules": rules})
     named = set(composition.expert_names)
     if named < experts.keys():  # an unknown name in a rule is reported elsewhere, with the nearest expert
         unused = next(name for name in experts if name not in named)

@@ -17,8 +17,8 @@ with a dash), or the word that help shows for the value. `Options(make)` stands 
 command receives what it returns; its own `Args:` may explain them anew. `Examples:` end the help, and tests/pages runs
 them. A dry run needs no --out-path: it says what would happen in a new folder `out`.
 
-The functions are the commands', not the library's: help must not import numpy or pydantic, a library's docstring
-speaks of Python values, and most commands print what their function returns.
+The functions are the commands', not the library's: help must not import numpy, a library's docstring speaks of Python
+values, and most commands print what their function returns.
 """
 
 from __future__ import annotations

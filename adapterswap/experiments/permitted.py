@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from adapterswap.kit.errors import did_you_mean
+from adapterswap.kit.files.readers import FieldMistake
 from adapterswap.kit.files.text import shown
-from adapterswap.kit.files.yaml import FieldMistake
 
 
 def _listed(names: str) -> frozenset[str]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from ruamel.yaml.comments import CommentedMap
 
 from adapterswap.core import Composition, check_names
@@ -19,10 +18,9 @@ from adapterswap.core.planning.checks import check_rules
 from adapterswap.experiments.sweeps import SweepRecipe
 from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.errors import AdapterswapError, CompositionError, NotFoundError, Problems, did_you_mean
+from adapterswap.kit.files.declared import Declared
 from adapterswap.kit.files.folders import OutputKind
-from adapterswap.kit.files.models import read_recipe
-from adapterswap.kit.files.plain import Plain
-from adapterswap.kit.files.yaml import RecipeFile, dump_yaml, shipped_recipes
+from adapterswap.kit.files.yaml import RecipeFile, dump_yaml, read_recipe, shipped_recipes
 
 _DEPTH = 512  # layers to assume if a recipe does not say how many its base has: more than any model has
 _COMMENTS_AT = 60  # the column of comments; after a longer line they follow directly
@@ -38,7 +36,7 @@ class RecipeKind:
         check: raises the other errors that the command would raise before it reads a model.
     """
 
-    model: type[BaseModel | Plain]
+    model: type[Declared]
     paths: tuple[str, ...]
     check: Callable[[Any], None] = lambda recipe: None
 

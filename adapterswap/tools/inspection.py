@@ -266,7 +266,7 @@ def _trained_from(folder: Path) -> str | None:
 
 
 def _record(folder: Path) -> CompositionRecord | None:
-    if not os.path.exists(folder / PROVENANCE):  # the next line costs the import of pydantic
+    if not os.path.exists(folder / PROVENANCE):
         return None
     from adapterswap.core.writing.records import CompositionRecord
 

@@ -8,13 +8,12 @@ documentation and behaviour; it imports nothing from mergekit.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from pydantic import Field, model_validator
 
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import open_expert
@@ -24,9 +23,10 @@ from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.kit.errors import ExpertError, FieldError, Problems, UnsupportedError, check_type, did_you_mean
-from adapterswap.kit.files.models import StrictModel, read_recipe
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import FieldMistake, field
 from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import FieldMistake, RecipeFile
+from adapterswap.kit.files.yaml import RecipeFile, read_recipe
 
 _MARK = "merge_method"  # a key that every mergekit YAML has, and none of our recipes
 
@@ -45,38 +45,37 @@ _NORMALIZES = {"linear": True, "task_arithmetic": False, "ties": True}
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")  # after the layers, as heads are
 
 
-class _Model(StrictModel):
-    model: str = Field(description="A full checkpoint.")
-    parameters: dict[str, Any] = Field(default={}, description="weight, density, scale.")
+class _Model(Declared):
+    model: str = field(description="A full checkpoint.")
+    parameters: dict[str, Any] = field(default={}, description="weight, density, scale.")
 
 
 class _Source(_Model):
-    layer_range: tuple[int, int] = Field(description="The first layer, and the layer after the last.")
+    layer_range: tuple[int, int] = field(description="The first layer, and the layer after the last.")
 
 
-class _Slice(StrictModel):
-    sources: list[_Source] = Field(min_length=1, description="The models that are merged in these layers.")
-    parameters: dict[str, Any] = Field(default={}, description="Parameters of all its sources.")
+class _Slice(Declared):
+    sources: list[_Source] = field(min_length=1, description="The models that are merged in these layers.")
+    parameters: dict[str, Any] = field(default={}, description="Parameters of all its sources.")
 
 
-class _MergekitRecipe(StrictModel):
-    merge_method: Literal["linear", "passthrough", "task_arithmetic", "ties"] = Field(
+class _MergekitRecipe(Declared):
+    merge_method: Literal["linear", "passthrough", "task_arithmetic", "ties"] = field(
         description="For other methods, write a recipe: see `adapterswap methods`."
     )
-    slices: list[_Slice] | None = Field(default=None, min_length=1)
-    models: list[_Model] | None = Field(default=None, min_length=1)
+    slices: list[_Slice] | None = field(default=None, min_length=1)
+    models: list[_Model] | None = field(default=None, min_length=1)
     base_model: str | None = None
     dtype: Dtype | None = None
     out_dtype: Dtype | None = None
     tokenizer_source: str | None = None
-    parameters: dict[str, Any] = Field(default={})
+    parameters: dict[str, Any] = field(default={})
 
     @property
     def written_dtype(self) -> Dtype | None:
         return self.out_dtype or self.dtype
 
-    @model_validator(mode="after")
-    def _check(self) -> _MergekitRecipe:
+    def check(self) -> None:
         if (self.slices is None) == (self.models is None):
             raise FieldMistake("exactly one of `slices` and `models` must be set", "models")
         if self.dtype in ("float16", "bfloat16") and self.out_dtype not in (None, self.dtype):
@@ -88,7 +87,6 @@ class _MergekitRecipe(StrictModel):
         for place, settings in self._settings():
             for key, setting in settings.items():
                 self._check_setting(place, key, setting)
-        return self
 
     def _check_setting(self, place: str, key: str, setting: Any) -> None:
         allowed, level = _OWN[self.merge_method], "a model's parameter"
@@ -209,10 +207,10 @@ def _is_setting(value: Any) -> bool:
 class _Reading:
     recipe: _MergekitRecipe
     path: Path
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
     """Reference → the expert's name."""
-    opened: dict[str, Checkpoint] = field(default_factory=dict)
-    filters: dict[str, bool] = field(default_factory=dict)
+    opened: dict[str, Checkpoint] = dataclasses.field(default_factory=dict)
+    filters: dict[str, bool] = dataclasses.field(default_factory=dict)
     """Filter → whether it matched a tensor."""
 
     def merge(self) -> MergekitMerge:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import UnsupportedError, check_type
-from adapterswap.kit.files.models import read_recipe
 from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import find_recipe
+from adapterswap.kit.files.yaml import find_recipe, read_recipe
 from adapterswap.tools.mergekit import MergekitMerge, read_mergekit
 
 

@@ -15,7 +15,6 @@ from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
@@ -41,10 +40,9 @@ from adapterswap.core.writing.records import CompositionRecord, ExtractionRecord
 from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile
 from adapterswap.engines.gguf.export import write_gguf
 from adapterswap.engines.gguf.layout import PreparedGguf
-from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, Problems, check_type
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, FieldError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, OutputKind, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.models import validate
 from adapterswap.kit.files.tensorfile import TensorFile, open_files
 from adapterswap.kit.files.text import read_json
 from adapterswap.tools.attribution import Attribution, attribute, check_precision
@@ -288,7 +286,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         composed = file_of_composition or (isinstance(requested, Mapping) and "mode" not in requested)
         sources = start.origin.experts if composed and start.origin else {"start": start}
         differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
-    except (ValidationError, KeyError, TypeError):
+    except (FieldError, KeyError, TypeError):
         raise ExpertError(
             f"This version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
         ) from None
@@ -382,7 +380,7 @@ def _verify_converted(
 def _recorded_composition(folder: Path, record: CompositionRecord, base_model: str | None) -> Composition:
     """The recorded composition, on the base that was passed."""
     content: dict[str, Any] = {**record.composition, "num_layers": record.num_layers, "base_model": base_model}
-    return validate(content, Composition, where=str(folder / PROVENANCE))
+    return Composition.read_content(content, where=str(folder / PROVENANCE))
 
 
 def _write_adapter(
@@ -536,7 +534,7 @@ def _composed_again(name: str, source: SourceRecord, source_paths: Mapping[str, 
     try:
         record = CompositionRecord.model_validate({**source.origin.content(), "modules": {}})
         form = Form(**record.output)
-    except (ValidationError, TypeError):
+    except (FieldError, TypeError):
         raise unknown from None
     if record.kind == "model" or not record.output:
         raise unknown

@@ -1,4 +1,4 @@
-"""Composing starts fast: it imports what it needs, and requests are read alike with and without pydantic."""
+"""Composing starts fast: it imports what it needs. Requests are read with all that they may hold, or refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from adapterswap import Composition, Rule
 from adapterswap.kit.errors import FieldError
-from adapterswap.kit.files.models import validate
 
 UNUSED = {
     "pydantic", "pydantic_core", "annotated_types", "ruamel", "jinja2", "huggingface_hub.hf_api", "httpx", "requests",
@@ -108,19 +108,16 @@ WRONG: list[tuple[Any, str | None]] = [
 
 
 @pytest.mark.parametrize("content", RIGHT)
-def test_what_is_read_without_pydantic_is_what_pydantic_reads(content: dict[str, Any]) -> None:
-    quick = Composition.quickly(content)
-    assert quick is not None
-    explained = Composition.of_model(validate(content, Composition.model()))
-    assert quick == explained
-    assert quick.model_fields_set == explained.model_fields_set
-    assert repr(quick) == repr(explained)
-    assert Composition.model_validate(quick.model_dump(exclude_defaults=True)) == quick
+def test_a_request_is_read_from_what_is_written_of_it(content: dict[str, Any]) -> None:
+    read = Composition.read_content(content, where="a recipe")
+    assert read == Composition(**content)
+    assert {field for field in read.model_fields if field in content} <= read.model_fields_set
+    again = Composition.model_validate(read.model_dump(exclude_defaults=True))
+    assert again == read
+    assert repr(again) == repr(read)
 
 
 @pytest.mark.parametrize(("content", "parameter"), WRONG)
-def test_what_is_wrong_is_left_to_pydantic(content: Any, parameter: str | None) -> None:
-    assert Composition.quickly(content) is None
-    with pytest.raises(FieldError) as caught:
+def test_a_wrong_request_is_refused(content: Any, parameter: str | None) -> None:
+    with refused(FieldError, parameter):
         Composition.model_validate(content)
-    assert caught.value.parameter == parameter

@@ -14,30 +14,25 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.methods.method import SCALE, SEED
 from adapterswap.core.methods.registry import check_name, find_method, having, names_of
 from adapterswap.core.model.layers import MAX_LAYERS, NO_LAYER, STACKS, Depth, NumLayers, Stack, format_layers
 from adapterswap.core.planning.names import SHORT_NAME, ExpertName
-from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
+from adapterswap.core.planning.parameters import MethodFields, parameter_keys
 from adapterswap.core.planning.rules import BASE, Rule, check_weights, one_or_many
 from adapterswap.core.planning.slices import rules_of_slice
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError, check_type, did_you_mean
-from adapterswap.kit.files.plain import field
-from adapterswap.kit.files.yaml import FieldMistake
+from adapterswap.kit.files.readers import FieldMistake, field
 
 Partition = Literal["A", "B", "C", "Z"]
 Outside = Literal["average", "task", "language"]
 Stacks = Literal["both", "encoder", "decoder"]
 
 
-def _depths() -> Any:
-    from adapterswap.core.planning.models import Depths
-
-    return Depths | None
-
+_Depth = Annotated[int, field(ge=1, le=MAX_LAYERS)]
 
 TaskType = Literal["CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION"]
 
@@ -81,15 +76,12 @@ def _at_home(value: str | None) -> str | None:
 
 
 def _check_depths(value: NumLayers | None) -> NumLayers | None:
-    depths = value.values() if isinstance(value, Mapping) else [1 if value is None else value]
-    if not all(1 <= depth <= MAX_LAYERS for depth in depths):
-        raise ValueError  # pydantic's bounds say it better
     if isinstance(value, Mapping) and set(value) != set(STACKS):
         raise FieldMistake("`num_layers` has the depth of only one stack: write {encoder: N, decoder: M}")
     return value
 
 
-class Composition(MethodPlain):
+class Composition(MethodFields):
     """A method with its settings, applied to named experts. Everything but the experts has a default.
 
     The parameters of the method are keys of the composition: {method: ties, density: 0.5}, and in Python
@@ -125,9 +117,8 @@ class Composition(MethodPlain):
         description="Full weights: whose config the result takes, if the configs of full experts and the base compute "
         "differently: the name of a full expert, or `base`. By default they must agree.",
     )
-    num_layers: int | dict[Stack, int] | None = field(
+    num_layers: _Depth | dict[Stack, _Depth] | None = field(
         default=None,
-        kind=_depths,
         after=_check_depths,
         description="The base's layers, or those of each stack: {encoder: 12, decoder: 6}. By default from its config.",
     )
@@ -157,7 +148,6 @@ class Composition(MethodPlain):
     )
     parameters: dict[str, Any] = field(
         default={},
-        validate_default=True,
         description="The method's parameters, such as density, which keeps ⌊density · n⌋ of n entries. Absent: its "
         "defaults.",
     )
@@ -203,12 +193,6 @@ class Composition(MethodPlain):
         kept = adapter.kept_layers
         rules = (Rule(expert=name),) if kept is None else rules_of_slice(name, kept, optional=True)
         return cls(allocation=rules, **fields)
-
-    @classmethod
-    def prepared(cls, content: Any) -> Any:
-        if isinstance(content, Mapping) and {"allocation", "rules"} <= content.keys():
-            raise FieldMistake("`rules` is another name for `allocation`, and both are set: remove one", "rules")
-        return content
 
     def check(self) -> None:
         set_fields = self.model_fields_set
@@ -657,4 +641,4 @@ def parse_composition(name: str) -> Composition:
         if key in content:
             raise FieldError(f"{name!r}: {key} is set twice", "Set it once", parameter=key)
         content[key] = value
-    return Composition.read(content, where=name)
+    return Composition.read_content(content, where=name)

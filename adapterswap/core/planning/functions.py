@@ -343,7 +343,7 @@ def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:
             experts[names[side]] = expert
     owners = {key: _owner(arguments[key], names) for key in ("tokenizer", "config_from")}
     given = {key: value for key, value in arguments.items() if value is not None or key not in ZONES}
-    composition = Composition.read({**given, "method": method, **names, **owners}, where=method)
+    composition = Composition.read_content({**given, "method": method, **names, **owners}, where=method)
     return _compose(composition, experts, {names[side]: side for side in ("language", "task")})
 
 

@@ -1,20 +1,22 @@
-"""The parameters of methods as keys of compositions and rules: next to `method`, which checks them.
+"""The parameters of methods as keys of compositions, rules and sweeps' families: next to `method`, which checks them.
 
-Keys come from the registry of methods, so no parameter is named here. `planning.models` does the same for pydantic.
+Keys come from the registry of methods, so no parameter is named here.
 """
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from adapterswap.core.methods.method import Parameter
-from adapterswap.core.methods.registry import PARAMETERS, find_method
-from adapterswap.kit.files.plain import Plain, quick
+from adapterswap.core.methods.registry import BUILT_IN, PARAMETERS, find_method, having
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import Mistake, Mistakes, Source, field, reader_of
 
-if TYPE_CHECKING:
-    from adapterswap.core.planning.models import MethodFields
+_KEY = "parameters"
 
 
 def parameter_keys(*, in_rules: bool = False) -> list[str]:
@@ -22,82 +24,125 @@ def parameter_keys(*, in_rules: bool = False) -> list[str]:
     return [parameter.called(in_rules=in_rules) for parameter in PARAMETERS.values() if not parameter.shared]
 
 
-def gathered(content: Any, fields: Collection[str]) -> Any:
-    """The content with every key that is not a field in `parameters`, where the method checks it."""
-    if not isinstance(content, Mapping):
-        return content
-    others = {_plain(key): value for key, value in content.items() if key not in fields}
-    nested = content.get("parameters", {})
-    if not others or not isinstance(nested, Mapping):
-        return content
-    declared = {key: value for key, value in content.items() if key in fields}
-    return {**declared, "parameters": {**nested, **others}}
-
-
-def _plain(key: Any) -> Any:
-    """`lambda` for `lambda_`, which Python users have to write."""
-    return key[:-1] if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]) else key
-
-
-def with_defaults(values: Mapping[str, Any], parameters: Mapping[str, Parameter], *, in_rules: bool) -> dict[str, Any]:
-    """The values of a method's parameters by name; those that are absent have their defaults."""
-    return {
-        name: values.get(name, parameter.default)
-        for name, parameter in parameters.items()
-        if name in values or in_rules or not parameter.required
-    }
-
-
-class MethodPlain(Plain):
-    """A `Plain` with a field `parameters`, whose items are read and written as keys of the object itself.
+class MethodFields(Declared):
+    """Fields with a method, whose `parameters` are read and written as keys of the object itself.
 
     Once read, they have the method's own names (`scale`), not those of rules (`lambda`).
     """
 
     in_rules: ClassVar[bool] = False
+    _rest: ClassVar[str] = _KEY
 
     @classmethod
-    def _of_plain(cls, content: Mapping[str, Any]) -> Self:
-        return super()._of_plain(gathered(content, {*cls.model_fields, *cls.aliases()}))
+    def known_keys(cls) -> list[str]:
+        fields = [key for key in super().known_keys() if key != _KEY]
+        return [*fields, *parameter_keys(in_rules=cls.in_rules)]
 
-    def _complete(self) -> None:
-        """Read the parameters; a `KeyError` if the method has no such parameter."""
-        fields = self.__dict__
-        own = {parameter.name: parameter for parameter in find_method(fields["method"]).own_parameters}
-        called = {parameter.called(in_rules=self.in_rules): parameter for parameter in own.values()}
-        given = {key: value for key, value in fields["parameters"].items() if value is not None}
-        values = {called[key].name: _quick_parameter(called[key], value) for key, value in given.items()}
-        fields["parameters"] = with_defaults(values, own, in_rules=self.in_rules)
+    @classmethod
+    def _read_unknown(
+        cls, unknown: Mapping[Any, Any], values: dict[str, Any], mistakes: list[Mistake], source: Source
+    ) -> None:
+        """Read every key that is not a field, and every key of `parameters`, as a parameter of the method."""
+        if not unknown and not values.get(_KEY):
+            return  # `_become` takes the defaults
+        written: dict[tuple[Any, ...], Any] = {(_KEY, key): value for key, value in values.get(_KEY, {}).items()}
+        written |= {(_without_underscore(key),): value for key, value in unknown.items()}
+
+        is_wrong = any(mistake.location[0] == "method" for mistake in mistakes)
+        chosen = None if is_wrong else values.get("method", cls.model_fields["method"].default)
+        methods = cls._methods_of(chosen)
+        parameters = _own_parameters(methods)
+        called = {parameter.called(in_rules=cls.in_rules): parameter for parameter in parameters.values()}
+        read: dict[str, Any] = {}
+        for location, value in written.items():
+            key = location[-1]
+            if value is None:
+                continue
+            if key not in called:
+                mistakes += cls._not_own(location, value, methods, called)
+                continue
+            try:
+                read_value = _reader_of(cls, called[key])  # type: ignore[arg-type]  # a class, which can be hashed
+                read[called[key].name] = read_value(value, source)
+            except Mistakes as error:
+                mistakes += [replace(mistake, location=(*location, *mistake.location)) for mistake in error.mistakes]
+        values[_KEY] = cls._completed(read, parameters)
+
+    @classmethod
+    def _methods_of(cls, chosen: Any) -> list[str]:
+        """The methods that may have a parameter; all of them if `method` is wrong, which is said already."""
+        return list(BUILT_IN) if chosen is None else [chosen]
+
+    @classmethod
+    def _completed(cls, values: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+        """The values of parameters by name; those that are absent have their defaults."""
+        completed: dict[str, Any] = {}
+        for name, parameter in parameters.items():
+            if name in values:
+                completed[name] = values[name]
+            elif cls.in_rules or not parameter.required:
+                completed[name] = parameter.default
+        return completed
+
+    def _become(self, values: Mapping[str, Any]) -> None:
+        super()._become(values)
+        if not values.get(_KEY):
+            methods = self._methods_of(self.__dict__["method"])
+            self.__dict__[_KEY] = self._completed({}, _own_parameters(methods))
+
+    @classmethod
+    def parameter_type(cls, parameter: Parameter) -> Any:
+        """The type of a parameter's values, with its bounds."""
+        if parameter.choices:
+            return Literal[parameter.choices]
+        bounds = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
+        return Annotated[parameter.kind, field(**bounds)]
+
+    @classmethod
+    def _not_own(
+        cls, location: tuple[Any, ...], value: Any, methods: list[str], called: Mapping[str, Parameter]
+    ) -> list[Mistake]:
+        """The mistake in a key that is not a parameter of these methods; none if it is another's, at its default."""
+        key = location[-1]
+        other = next((p for p in PARAMETERS.values() if key == p.called(in_rules=cls.in_rules)), None)
+        if other is None:
+            return [replace(Mistake.of_unknown_key(key, {*cls.known_keys(), *called}), location=location)]
+        if value == other.default:
+            return []
+        if other.shared:
+            predicate = f"belongs to the composition, not to a method in it: set `{other.name}` there"
+        else:
+            belongs = ", ".join(having(other.name, in_rules=cls.in_rules))
+            predicate = f"only applies to {belongs}, not to {' or '.join(methods)}"
+        return [Mistake(location, predicate=predicate)]
 
     def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
-        if name != "parameters":
+        if name != _KEY:
             return {name: value}
-        return named(value, self.__dict__["method"], in_rules=self.in_rules, without_defaults=without_defaults)
-
-    @classmethod
-    def model_base(cls) -> type[MethodFields]:
-        from adapterswap.core.planning.models import MethodFields, RuleFields
-
-        return RuleFields if cls.in_rules else MethodFields
-
-
-def _quick_parameter(parameter: Parameter, value: Any) -> Any:
-    value = quick(Literal[parameter.choices] if parameter.choices else parameter.kind, value)
-    bounds = (parameter.gt, parameter.ge, parameter.lt, parameter.le)
-    if not isinstance(value, str | bool):
-        gt, ge, lt, le = bounds
-        inside = (gt is None or value > gt) and (ge is None or value >= ge)
-        if not (inside and (lt is None or value < lt) and (le is None or value <= le)):
-            raise ValueError(parameter.name)
-    return value
+        own = _own_parameters(self._methods_of(self.__dict__["method"]))
+        entries: dict[str, Any] = {}
+        for parameter_name, one in value.items():
+            parameter = own[parameter_name]
+            is_needed = one != parameter.default or (parameter.required and not self.in_rules)
+            if is_needed or not without_defaults:
+                entries[parameter.called(in_rules=self.in_rules)] = one
+        return dict(sorted(entries.items())) if self.in_rules else entries
 
 
-def named(values: Mapping[str, Any], method: str, *, in_rules: bool, without_defaults: bool) -> dict[str, Any]:
-    """The values by the keys that rules, or compositions, have for them."""
-    own = {parameter.name: parameter for parameter in find_method(method).own_parameters}
-    entries = {
-        own[name].called(in_rules=in_rules): value
-        for name, value in values.items()
-        if not without_defaults or value != own[name].default or (own[name].required and not in_rules)
-    }
-    return dict(sorted(entries.items())) if in_rules else entries
+def _own_parameters(methods: Iterable[str]) -> dict[str, Parameter]:
+    """The parameters of these methods, by name."""
+    parameters: dict[str, Parameter] = {}
+    for name in methods:
+        for parameter in find_method(name).own_parameters:
+            parameters[parameter.name] = parameter
+    return parameters
+
+
+def _without_underscore(key: Any) -> Any:
+    """`lambda` for `lambda_`, which Python users have to write."""
+    return key[:-1] if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]) else key
+
+
+@cache
+def _reader_of(cls: Any, parameter: Parameter) -> Callable[[Any, Source], Any]:
+    return reader_of(cls.parameter_type(parameter), finite=True).read

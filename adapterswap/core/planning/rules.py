@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 from adapterswap.core.methods.method import LARGEST, SEED, MethodSettings
 from adapterswap.core.methods.registry import check_name, find_method, names_of
 from adapterswap.core.model.layers import NO_LAYER, Kind, ModuleName, Stack, format_layers, parse_layers
-from adapterswap.core.planning.parameters import MethodPlain, parameter_keys
+from adapterswap.core.planning.parameters import MethodFields, parameter_keys
 from adapterswap.kit.errors import check_type, did_you_mean
-from adapterswap.kit.files.plain import field
-from adapterswap.kit.files.yaml import FieldMistake
+from adapterswap.kit.files.readers import FieldMistake, field
 
 if TYPE_CHECKING:
     import numpy as np
@@ -328,7 +327,7 @@ def _canonical_layers(value: Any) -> Any:
     return value
 
 
-class Rule(MethodPlain):
+class Rule(MethodFields):
     """Gives the modules that it matches to one expert, to the base, or to a blend.
 
     Recipes may write it as one line of text too: `math*0.5 + swahili*0.5: 5`; see `from_text`.
@@ -373,7 +372,6 @@ class Rule(MethodPlain):
     )
     parameters: dict[str, Any] = field(
         default={},
-        validate_default=True,
         description="The method's parameters, such as density, which keeps ⌊density · n⌋ of n entries. Absent: its "
         "defaults.",
     )
@@ -396,7 +394,7 @@ class Rule(MethodPlain):
             FieldError: `text` does not have this form (the message says at which character), or is not a valid rule.
         """
         check_type(text, str, "text", "Pass a rule such as 'swahili: 0-4,30-31'")
-        return cls.read(text, where=f"the rule {text!r}")
+        return cls.read_content(text, where=f"the rule {text!r}")
 
     @property
     def text(self) -> str:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from adapterswap import __version__
 from adapterswap.core.companions.files import MODEL_CONFIG
@@ -20,44 +19,27 @@ from adapterswap.core.model.layers import MAX_LAYERS, KeptLayers, Stack, format_
 from adapterswap.core.model.sources import CONFIG, FORMAT, WEIGHTS, Records, Reference, Source, base_fingerprints
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rules import BASE
+from adapterswap.kit.errors import FieldError
+from adapterswap.kit.files.declared import Declared
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.plain import Declared, field
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
+from adapterswap.kit.files.readers import field
 
 _DEPTH = 8  # generations of origins to keep; JSON that nests deeper is refused when it is read
 
 
-def _depths() -> Any:
-    from typing import Annotated
-
-    from pydantic import Field
-
-    depth = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-    return depth | dict[Stack, depth]
+_Depth = Annotated[int, field(ge=1, le=MAX_LAYERS)]
 
 
-class _Written(Declared):
-    """What we write ourselves is not checked; pydantic checks what is read."""
-
-    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"strict": True, "allow_inf_nan": False})
-
-    @classmethod
-    def model_base(cls) -> type[BaseModel]:
-        from pydantic import BaseModel, ConfigDict
-
-        return type("Record", (BaseModel,), {"model_config": ConfigDict(**cls.settings, defer_build=True)})  # type: ignore[typeddict-item]
+class _Written(Declared, strict=True, finite=True, checked=False, unknown="ignore"):
+    """What we write ourselves is not checked; what is read is."""
 
     def content(self) -> dict[str, Any]:
         """The record as plain data, ready to be written."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
-class _Partial(_Written):
+class _Partial(_Written, strict=False, unknown="keep"):
     """Only the fields that are shown or read again are checked; others are kept."""
-
-    settings: ClassVar[Mapping[str, Any]] = MappingProxyType({"extra": "allow"})
 
 
 class SourceRecord(_Written):
@@ -245,7 +227,7 @@ class CompositionRecord(_Written):
     base: SourceRecord | None = field(
         default=None, description="The base's identity, if it was declared as a folder or its weights were needed."
     )
-    num_layers: int | dict[Stack, int] = field(kind=_depths)
+    num_layers: _Depth | dict[Stack, _Depth]
     composition: dict[str, Any] = field(default={}, description="The request, with defaults filled in.")
     experts: dict[str, SourceRecord]
     rules: list[RuleRecord] = field(default=[])
@@ -453,12 +435,10 @@ def read_record(folder: Path) -> CompositionRecord | ExtractionRecord | None:
     content = Records(folder).provenance()
     if not content:
         return None
-    from pydantic import ValidationError
-
     kind = ExtractionRecord if "extraction" in content else CompositionRecord
     try:
         return kind.model_validate(content)
-    except ValidationError:
+    except FieldError:
         return None
 
 

@@ -18,7 +18,7 @@ from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.model.layers import Kind
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.engines.gguf.header import read_gguf
-from adapterswap.kit.errors import ExpertError, NotFoundError, UnsupportedError, reason_of
+from adapterswap.kit.errors import ExpertError, FieldError, NotFoundError, UnsupportedError, reason_of
 from adapterswap.kit.files.text import expand
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class GgufAdapter:
             return None
         try:
             return CompositionRecord.model_validate(self.content)
-        except ValueError:  # pydantic's
+        except FieldError:
             return None
 
     @staticmethod

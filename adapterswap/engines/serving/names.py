@@ -13,8 +13,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PrivateAttr
-
 from adapterswap.core.model.sources import CONFIG
 from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.names import ExpertName
@@ -28,8 +26,10 @@ from adapterswap.kit.errors import (
     NotFoundError,
     Problems,
 )
-from adapterswap.kit.files.models import StrictModel, read_recipe
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import field
 from adapterswap.kit.files.text import expand, shown
+from adapterswap.kit.files.yaml import read_recipe
 
 _LONGEST = 300  # characters; a composition with every setting written out has fewer
 _SHOWN = 30  # experts named in a message
@@ -83,32 +83,32 @@ def _chained(composition: Composition, chains: Mapping[str, tuple[str, ...]]) ->
 DEFAULT_LIMIT = 256
 
 
-class Manifest(StrictModel):
+class Manifest(Declared):
     """The content of `experts.yaml`."""
 
-    experts: dict[str, Place] = Field(
+    experts: dict[str, Place] = field(
         description="Name → folder (relative to this file) or Hub id org/name@revision; or {chain: [FIRST, SECOND]}."
     )
-    allow: tuple[str, ...] | None = Field(
+    allow: tuple[str, ...] | None = field(
         default=None,
         description="The only names that are served, such as math+swahili, math. Absent: all possible names.",
     )
-    max_compositions: int = Field(
+    max_compositions: int = field(
         default=DEFAULT_LIMIT,
         ge=1,
         description="How many compositions one server serves. Each takes as much disk as an adapter.",
     )
-    base_model: str | None = Field(
+    base_model: str | None = field(
         default=None,
         description="The base of all experts: a folder (relative to this file) or a Hub id; --base-model overrides it.",
     )
-    engine: dict[str, Any] = Field(
-        default_factory=dict,
+    engine: dict[str, Any] = field(
+        default={},
         description="Options of the engine's own server, as after `--`, which overrides them: {port: 8001, "
         "enforce-eager: true}.",
     )
 
-    _skipped: tuple[str, ...] = PrivateAttr(default=())
+    _skipped: tuple[str, ...] = ()
 
     @property
     def chains(self) -> dict[str, tuple[str, ...]]:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
 
-from pydantic import Discriminator, Field, Tag
-
-from adapterswap.kit.files.models import StrictModel
-from adapterswap.kit.files.yaml import MEMBER
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import field
 
 
-class Chain(StrictModel):
+class Chain(Declared):
     """Adapters that were trained one on top of another. They count as one expert, with the sum of their ΔW."""
 
-    chain: tuple[str, ...] = Field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
+    chain: tuple[str, ...] = field(min_length=2, description="Folders or Hub ids, the first of an adapter on the base.")
 
 
-def _form_of(value: object) -> str:
-    """The form that is checked, so that a mistake is reported once."""
-    if isinstance(value, Mapping | Chain):
-        return f"{MEMBER}chain"
-    return f"{MEMBER}path"
-
-
-Place = Annotated[
-    Annotated[str, Tag(f"{MEMBER}path")] | Annotated[Chain, Tag(f"{MEMBER}chain")],
-    Discriminator(_form_of),
-]
+Place = str | Chain
 """Where an expert is: a folder or Hub id, or a chain of them."""
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from pydantic import Field, field_validator
 
 from adapterswap.experiments.chat import ChatTemplate, as_date
 from adapterswap.experiments.evaluation.results import broken_texts
 from adapterswap.kit.errors import ArgumentError, BaseModelError, Problems
+from adapterswap.kit.files.declared import Declared
 from adapterswap.kit.files.hashes import fingerprint
-from adapterswap.kit.files.models import StrictModel
+from adapterswap.kit.files.readers import field
 from adapterswap.kit.files.text import expand
 
 ENGINES = ("transformers", "vllm")
@@ -61,7 +61,7 @@ class Settings:
     batch_size: int = 8
     max_gen_toks: int = 512
     max_length: int | None = None
-    gen_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    gen_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     apply_chat_template: bool = False
     system_instruction: str | None = None
     enable_thinking: bool | None = None
@@ -74,7 +74,7 @@ class Settings:
     seed: int = 1234  # lm-evaluation-harness's
     language_fidelity: bool = False
     engine: str = "transformers"
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     WHERE_SET: ClassVar[frozenset[str]] = frozenset(
         {"engine", "enable_thinking", "think_end_token", "date", "max_length"}
@@ -227,41 +227,38 @@ class Settings:
         return content
 
 
-class EvaluationOptions(StrictModel, allow_inf_nan=False):
+class EvaluationOptions(Declared, finite=True):
     """How a recipe has tasks evaluated; the names and their meaning are those of `adapterswap evaluate`."""
 
-    num_fewshot: int | None = Field(
+    num_fewshot: int | None = field(
         default=None, ge=0, description="Number of shots. Default: each task's own; 8 for MGSM."
     )
-    limit: float | None = Field(
+    limit: float | None = field(
         default=None, gt=0, description="Evaluate only the first N documents of each task, or a fraction of them."
     )
-    batch_size: int = Field(default=8, ge=1, description="Sequences per batch.")
-    max_gen_toks: int = Field(default=512, ge=1, description="Maximum length of an output, in tokens.")
-    max_length: int | None = Field(
+    batch_size: int = field(default=8, ge=1, description="Sequences per batch.")
+    max_gen_toks: int = field(default=512, ge=1, description="Maximum length of an output, in tokens.")
+    max_length: int | None = field(
         default=None, ge=2, description="Maximum length of a prompt with its output. Default: what the model can read."
     )
-    apply_chat_template: bool = Field(default=False, description="Format prompts as a chat, with a turn per shot.")
-    system_instruction: str | None = Field(default=None, description="System message at the start of every prompt.")
-    enable_thinking: bool | None = Field(
+    apply_chat_template: bool = field(default=False, description="Format prompts as a chat, with a turn per shot.")
+    system_instruction: str | None = field(default=None, description="System message at the start of every prompt.")
+    enable_thinking: bool | None = field(
         default=None, description="Have the chat template turn reasoning on or off. Default: as the template does."
     )
-    think_end_token: str | int | None = Field(
+    think_end_token: str | int | None = field(
         default=None, description="What ends the reasoning, such as </think>, or a token's id: only the rest is scored."
     )
-    date: str | None = Field(
-        default=None, description="What the chat template takes for today, such as '2026-11-27'. Default: today."
+    date: str | None = field(
+        default=None,
+        before=as_date,
+        description="What the chat template takes for today, such as '2026-11-27'. Default: today.",
     )
-    truncate: bool = Field(default=False, description="Cut the beginning of prompts that do not fit.")
-    language_fidelity: bool = Field(
+    truncate: bool = field(default=False, description="Cut the beginning of prompts that do not fit.")
+    language_fidelity: bool = field(
         default=False, description="Also score how much of each answer is in the task's language."
     )
-    include_path: str | None = Field(default=None, description="A folder with your own lm-eval task files.")
-
-    @field_validator("date", mode="before")
-    @classmethod
-    def _day(cls, value: Any) -> Any:
-        return as_date(value)
+    include_path: str | None = field(default=None, description="A folder with your own lm-eval task files.")
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """As `Settings`.

@@ -25,7 +25,6 @@ from adapterswap.experiments.reporting.choices import (
 )
 from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
-from adapterswap.kit.files.models import validate
 
 Setting = tuple[str, Unit]
 """A target task and a unit."""
@@ -383,7 +382,7 @@ def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | 
     """A layer swap's (bottom, top) and its other settings as text; None for a cell without zones."""
     if num_layers is None or not cell.task_expert or not cell.composition:
         return None
-    composition = validate(dict(cell.composition), Composition, where=f"the cell {cell.short}")
+    composition = Composition.read_content(dict(cell.composition), where=f"the cell {cell.short}")
     if not composition.has_zones:
         return None
     bottom, top, *transition = composition.zones(num_layers)

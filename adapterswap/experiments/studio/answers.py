@@ -13,9 +13,8 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,7 +33,10 @@ from adapterswap.experiments.studio.html import (
     waiting_html,
 )
 from adapterswap.experiments.studio.workspace import Visitors, Workspace
-from adapterswap.kit.errors import AdapterswapError, RunError
+from adapterswap.kit.errors import AdapterswapError, ArgumentError, RunError
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import field
+from adapterswap.kit.files.text import parse_json
 
 Draw = Callable[[Choice], Mapping[str, str]]
 
@@ -42,10 +44,10 @@ _MOST_AT_ONCE = 200
 _MOST_TOKENS = 512
 
 
-class _Body(BaseModel, extra="forbid"):
+class _Body(Declared):
     """What the page sends."""
 
-    visitor: Annotated[str, Field(max_length=100)]
+    visitor: str = field(max_length=100)
     draw: bool
     answer: bool
     values: list[Any]
@@ -103,7 +105,9 @@ class Answering:
         )
 
     def _read(self, content: bytes) -> _Request:
-        read = _Body.model_validate_json(content)
+        read = _Body.read_content(
+            parse_json(content, "The request", "Reload the page", kind=ArgumentError), where="the request"
+        )
         shown, tokens, chat, painted, prompt, *values = read.values
         named = dict(zip(self._controls.components, values, strict=True))
         choice = self._controls.choice(named, painted or {}, str(prompt or ""))

@@ -8,17 +8,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 from urllib.parse import parse_qsl, urlencode
-
-from pydantic import Field, FiniteFloat
-from pydantic.dataclasses import dataclass
 
 from adapterswap.core import ZONES, Composition, Kind, Rule, format_layers, parse_layers
 from adapterswap.core.methods.registry import PARAMETERS
 from adapterswap.kit.errors import ArgumentError, CompositionError
-from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.readers import field as reading
+from adapterswap.kit.files.readers import read_fields
 
 Painted = Mapping[tuple[int, Kind], str]
 """(layer, kind of module) → the expert that owns it, or `base`."""
@@ -109,9 +107,12 @@ class Choice:
 
     task: tuple[str, ...]
     language: tuple[str, ...]
-    fields: Mapping[str, bool | int | FiniteFloat | str] = field(default_factory=dict)
+    fields: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     painted: Mapping[tuple[int, Kind], str] = field(default_factory=dict)
-    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] = ""
+    prompt: Annotated[str, reading(max_length=LONGEST_PROMPT)] = ""
+
+    def __post_init__(self) -> None:
+        read_fields(self)
 
     def content(self) -> dict[str, Any]:
         """The fields of the composition without the layers set by hand."""
@@ -119,7 +120,7 @@ class Choice:
 
     def composition(self, num_layers: int, **more: Any) -> Composition:
         """The composition, with the layers set by hand as rules."""
-        plain = validate({**self.content(), **more}, Composition, where="this composition")
+        plain = Composition.read_content({**self.content(), **more}, where="this composition")
         return paint(plain, self.painted, num_layers)
 
     def address(self) -> str:

@@ -11,11 +11,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
-
-from pydantic import Field, FiniteFloat
-from pydantic.dataclasses import dataclass
 
 from adapterswap.core import Composition
 from adapterswap.experiments import intervals
@@ -27,6 +25,8 @@ from adapterswap.experiments.studio.choice import check_values
 from adapterswap.experiments.studio.html import text
 from adapterswap.experiments.studio.workspace import Workspace
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, DataError, RunError, reason_of
+from adapterswap.kit.files.readers import field as reading
+from adapterswap.kit.files.readers import read_fields
 from adapterswap.kit.files.text import csv_text, json_lines
 
 OWN_FILE = "your own file"
@@ -45,6 +45,12 @@ class Progress:
     of: int
 
 
+def _query(address: str) -> str:
+    if not address.startswith("?"):
+        raise ValueError("it is not the query of an address")
+    return address
+
+
 @dataclass(frozen=True)
 class Evaluated:
     """One row of the table.
@@ -58,12 +64,15 @@ class Evaluated:
     """
 
     composition: str
-    address: Annotated[str, Field(pattern=r"^\?")]
+    address: Annotated[str, reading(after=_query)]
     task: str
-    right: Annotated[int | float, Field(ge=0, le=1_000_000)]
-    of: Annotated[int, Field(ge=1, le=1_000_000)]
-    low: FiniteFloat
-    high: FiniteFloat
+    right: Annotated[int | float, reading(ge=0, le=1_000_000)]
+    of: Annotated[int, reading(ge=1, le=1_000_000)]
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        read_fields(self)
 
     @property
     def share(self) -> float:

@@ -12,16 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
-
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from typing import Annotated, Any, Literal, TypeVar
 
 from adapterswap.core import BASE, ExpertName, Parameter, Partition, Rule
 from adapterswap.core.methods.registry import check_name
-from adapterswap.core.planning.models import MethodFields
+from adapterswap.core.planning.parameters import MethodFields
 from adapterswap.kit.errors import FieldError
-from adapterswap.kit.files.models import StrictModel
-from adapterswap.kit.files.yaml import FieldMistake
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import FieldMistake, field
 
 Baseline = Literal["base", "task", "language", "roles", "soup", "magnitude_soup", "task_arithmetic", "slerp"]
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,11 +65,11 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
-Name = Annotated[str, AfterValidator(_expert_name)]
-Values = Annotated[tuple[_Value, ...], BeforeValidator(as_list), AfterValidator(_distinct)]
+Name = Annotated[str, field(after=_expert_name)]
+Values = Annotated[tuple[_Value, ...], field(before=as_list, after=_distinct)]
 """A value, or a list of values that are tried in turn; empty if the recipe does not have the field."""
-Count = Annotated[int, Field(ge=0)]
-Method = Annotated[str, AfterValidator(partial(check_name, in_rules=False))]
+Count = Annotated[int, field(ge=0)]
+Method = Annotated[str, field(after=partial(check_name, in_rules=False))]
 """The name of a method for a whole composition."""
 
 
@@ -84,17 +82,15 @@ class Family(MethodFields):
     counted.
     """
 
-    as_lists: ClassVar[bool] = True
-
-    name: str | None = Field(
+    name: str | None = field(
         default=None,
         min_length=1,
         description="The name of its row in tables. Default: the method; `partition A`; `magnitude soup`; `reset`.",
     )
-    language: Literal["base"] | None = Field(
+    language: Literal["base"] | None = field(
         default=None, description="base: no language expert; the layers that it would have are reset to the base."
     )
-    rules: tuple[Rule, ...] | None = Field(
+    rules: tuple[Rule, ...] | None = field(
         default=None,
         min_length=1,
         description="Instead of zones and methods: rules over any experts, such as `swahili: 0-4`, or mappings. "
@@ -111,15 +107,15 @@ class Family(MethodFields):
     task_weight: Values[float] = ()
     language_weight: Values[float] = ()
     weights: Values[Literal["equal", "magnitude"]] = ()
-    parameters: dict[str, Any] = Field(default={}, description="The methods' parameters, each with its values.")
+    parameters: dict[str, Any] = field(default={}, description="The methods' parameters, each with its values.")
     seed: Values[Count] = ()
     row_threshold: Values[float] = ()
-    allow_negative: bool = Field(default=False, description="Weights may be negative (unlearning).")
-    max_rank: int | None = Field(default=None, ge=1, description="Reduce each composition to an adapter of this rank.")
-    max_error: float | None = Field(
+    allow_negative: bool = field(default=False, description="Weights may be negative (unlearning).")
+    max_rank: int | None = field(default=None, ge=1, description="Reduce each composition to an adapter of this rank.")
+    max_error: float | None = field(
         default=None, gt=0, lt=1, description="Reduce each composition as far as this relative error of ΔW allows."
     )
-    full_rank: bool = Field(
+    full_rank: bool = field(
         default=False,
         description="Evaluate each composition exactly, as merged weights; each is written and loaded as a model.",
     )
@@ -139,30 +135,36 @@ class Family(MethodFields):
     def grid(self) -> dict[str, tuple[Any, ...]]:
         """Field or parameter → its values, in the order of `GRID_FIELDS`; without those that have no value."""
         grid: dict[str, tuple[Any, ...]] = {}
-        for field in GRID_FIELDS:
-            grid |= self.parameters if field == "parameters" else {field: getattr(self, field)}
-        return {field: values for field, values in grid.items() if values}
+        for name in GRID_FIELDS:
+            grid |= self.parameters if name == "parameters" else {name: getattr(self, name)}
+        return {name: values for name, values in grid.items() if values}
 
     @classmethod
-    def kind_of(cls, parameter: Parameter) -> Any:
-        kind: Any = tuple[super().kind_of(parameter), ...]  # type: ignore[misc]
-        return Annotated[kind, BeforeValidator(as_list), AfterValidator(_distinct)]
+    def parameter_type(cls, parameter: Parameter) -> Any:
+        return Values[super().parameter_type(parameter)]  # type: ignore[misc]
 
-    @model_validator(mode="after")
-    def _rules_alone(self) -> Family:
+    @classmethod
+    def _methods_of(cls, chosen: Any) -> list[str]:
+        """Any method: each composition checks whether its values go together."""
+        return [*super()._methods_of(None), *(chosen or ())]
+
+    @classmethod
+    def _completed(cls, values: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+        """The values of the parameters that are set, in the order of the methods; the others have no default."""
+        return {name: values[name] for name in parameters if name in values}
+
+    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
+        return value if name == "parameters" else {name: value}
+
+    def check(self) -> None:
         if self.rules is not None and (extra := sorted(self.grid.keys() - {"seed", "row_threshold"})):
             raise FieldMistake(f"{', '.join(extra)} cannot be combined with `rules`: leave it out", extra[0])
         if self.rules is not None and self.language is not None:
             raise FieldMistake(
                 "language cannot be combined with `rules`: reset layers with a rule, such as `base: 30-31`", "language"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_output(self) -> Family:
         if len(self.output) > 1:
             raise ValueError(f"{' and '.join(self.output)} exclude each other: set only one of them")
-        return self
 
 
 GRID_FIELDS = (
@@ -173,14 +175,14 @@ GRID_FIELDS = (
 """The fields of a `Family` that take lists, in a grid's order: the last one varies fastest."""
 
 
-class ExpertPair(StrictModel):
+class ExpertPair(Declared):
     """A task expert and a language expert; several names on a side are averaged first."""
 
     task: Values[str]
     language: Values[str]
 
 
-Families = Annotated[list[Family], BeforeValidator(_named)]
+Families = Annotated[list[Family], field(before=_named)]
 """A list of families, or a mapping from their names."""
 
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Annotated, Any, Self
-
-from pydantic import BeforeValidator, Field, PlainSerializer, TypeAdapter, ValidationError
 
 from adapterswap.core import BASE, Composition, find_method
 from adapterswap.experiments.sweeps.families import (
@@ -28,27 +26,38 @@ from adapterswap.experiments.sweeps.families import (
 )
 from adapterswap.experiments.sweeps.recipe import SweepRecipe, SweepTasks, extra_experts, pairs_of
 from adapterswap.kit.errors import CompositionError, FieldError, Problems
-from adapterswap.kit.files.models import validate
+from adapterswap.kit.files.readers import field as reading
+from adapterswap.kit.files.readers import read_as
 
 
 class Carrier:
     """A frozen dataclass that sweeps write as JSON, field by field."""
 
     def as_json(self) -> dict[str, Any]:
-        return dict(_adapter(type(self)).dump_python(self, mode="json"))
+        content: dict[str, Any] = {}
+        for one in fields(self):  # type: ignore[arg-type]  # each class that extends this is a dataclass
+            value = getattr(self, one.name)
+            left_out = one.metadata.get("left_out")
+            if left_out is None or not left_out(value):
+                written = one.metadata.get("written", as_plain)
+                content[one.name] = written(value)
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Raises ValueError, which names the field, for a field that is missing or has another type."""
-        try:
-            carrier: Self = _adapter(cls).validate_python(content)
-            return carrier
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        """Raises FieldError, which names the fields that are missing or have another type."""
+        return read_as(cls, content)
 
 
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+def as_plain(value: Any) -> Any:
+    """A value of a carrier's field, for JSON."""
+    if isinstance(value, Carrier):
+        return value.as_json()
+    if isinstance(value, Mapping):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value
 
 
 def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -59,9 +68,11 @@ def _side(names: tuple[str, ...]) -> str | list[str] | None:
     return list(names) if len(names) > 1 else names[0] if names else None
 
 
-Side = Annotated[tuple[str, ...], BeforeValidator(_names), PlainSerializer(_side)]
+Side = Annotated[tuple[str, ...], reading(before=_names)]
 """The experts of a side: in JSON a name, a list of names that are averaged, or null."""
-_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
+_AS_SIDE = {"written": _side}
+UNLESS_EMPTY = {"left_out": operator.not_}
+"""Metadata of a field that JSON leaves out if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +95,14 @@ class Cell(Carrier):
 
     cell: str
     family: str
-    task_expert: Side
-    language_expert: Side
+    task_expert: Side = field(metadata=_AS_SIDE)
+    language_expert: Side = field(metadata=_AS_SIDE)
     composition: Mapping[str, Any]
     short: str
     default: bool
     tasks: tuple[str, ...]
-    output: Annotated[Mapping[str, Any], _UNLESS_EMPTY] = field(default_factory=dict)
-    other_experts: Annotated[tuple[str, ...], _UNLESS_EMPTY] = ()
+    output: Mapping[str, Any] = field(default_factory=dict, metadata=UNLESS_EMPTY)
+    other_experts: tuple[str, ...] = field(default=(), metadata=UNLESS_EMPTY)
 
     @property
     def configuration(self) -> str:
@@ -353,7 +364,7 @@ def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
     allowed |= {"rules": family.rules} if family.rules else {}
     where = f"compositions: {name} at {settings}" if settings else f"compositions: {name}"
-    validate({**content, **allowed}, Composition, where=where)
+    Composition.read_content({**content, **allowed}, where=where)
     return {**content, **({"allow_negative": True} if family.allow_negative else {})}
 
 
@@ -405,7 +416,7 @@ def _by_rules(
         sides = [side for side in (task, language, others) if side]
         name = "+".join("&".join(side) for side in sides)
         where = f"compositions: {family.name or 'rules'} with {', '.join(expert for side in sides for expert in side)}"
-        composition = validate({**content, "rules": bound(rules, cast)}, Composition, where=where)
+        composition = Composition.read_content({**content, "rules": bound(rules, cast)}, where=where)
         _check_form(composition, family, full)
         souped = any(len(names) > 1 for names in cast.experts.values())
         row = (family.name or "rules") + (" of soups" if souped else "")
@@ -417,7 +428,7 @@ def _by_rules(
 
 def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
     where = f"compositions: {' and '.join(task)} with {' and '.join(language)}"
-    return validate({**content, "task": task, "language": language}, Composition, where=where)
+    return Composition.read_content({**content, "task": task, "language": language}, where=where)
 
 
 def _row(family: Family, composition: Composition) -> str:

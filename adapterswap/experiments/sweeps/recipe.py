@@ -11,12 +11,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from adapterswap.core import BASE, Rule, check_names
 from adapterswap.core.model.layers import MAX_LAYERS
@@ -39,43 +38,49 @@ from adapterswap.experiments.sweeps.families import (
     named_in,
 )
 from adapterswap.kit.errors import CompositionError, FieldError, Problems, did_you_mean
-from adapterswap.kit.files.models import StrictModel, read_recipe, validate
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import FieldMistake, Source, field
 from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import FieldMistake
+from adapterswap.kit.files.yaml import read_recipe
 
 
-class EngineByKind(StrictModel):
+class EngineByKind(Declared):
     """An engine for each kind of task. vLLM is faster where answers are generated, transformers where they are not."""
 
-    generate: Literal["vllm"] = Field(description="Tasks whose answers are generated.")
-    loglikelihood: Literal["transformers"] = Field(description="Tasks that compare or add up likelihoods.")
+    generate: Literal["vllm"] = field(description="Tasks whose answers are generated.")
+    loglikelihood: Literal["transformers"] = field(description="Tasks that compare or add up likelihoods.")
+
+
+def _harmless(key: str, value: Any, source: Source) -> Any:
+    """Refuse what a recipe may not pass on to the libraries; see `permitted`."""
+    if isinstance(value, Mapping):
+        check_settings(key, source.from_files(value, ("settings", key)))
+    return value
 
 
 class SweepSettings(EvaluationOptions):
     """How tasks are evaluated: the options of `evaluate`, and some that only sweeps have."""
 
-    chat_template_from: str | None = Field(
+    chat_template_from: str | None = field(
         default=None,
         description="Whose chat template the prompts of all cells have: an expert's name, or `base`. Default: the "
         "experts' where they agree, else the first task expert's.",
     )
-    gen_kwargs: dict[str, Any] = Field(default={}, description="Generation settings that override the tasks' own.")
-    seed: int = Field(default=Settings.seed, ge=0, description="The seed of shots and sampling.")
-    engine: Literal["transformers", "vllm"] | EngineByKind = Field(
+    gen_kwargs: dict[str, Any] = field(
+        default={},
+        sited=partial(_harmless, "gen_kwargs"),
+        description="Generation settings that override the tasks' own.",
+    )
+    seed: int = field(default=Settings.seed, ge=0, description="The seed of shots and sampling.")
+    engine: Literal["transformers", "vllm"] | EngineByKind = field(
         default="transformers", description="What computes the answers. vllm has several compositions in flight."
     )
-    engine_args: dict[str, Any] = Field(
-        default={}, description="With vllm: its own settings, such as gpu_memory_utilization."
+    engine_args: dict[str, Any] = field(
+        default={},
+        sited=partial(_harmless, "engine_args"),
+        description="With vllm: its own settings, such as gpu_memory_utilization.",
     )
-    in_flight: int = Field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
-
-    @field_validator("gen_kwargs", "engine_args")
-    @classmethod
-    def _harmless(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        """Refuse what a recipe may not pass on to the libraries; see `permitted`."""
-        key = str(info.field_name)
-        check_settings(key, cls.from_files(value, ("settings", key), info))
-        return value
+    in_flight: int = field(default=4, ge=1, description="With vllm: compositions that are evaluated at once.")
 
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """See `EvaluationOptions`. Of two engines, the one that generates."""
@@ -83,14 +88,14 @@ class SweepSettings(EvaluationOptions):
         return replace(settings, engine="vllm") if isinstance(self.engine, EngineByKind) else settings
 
 
-class DocumentSplit(StrictModel):
+class DocumentSplit(Declared):
     """MGSM has no development set, so configurations are chosen on one part of the documents and reported on the other.
 
     Tasks with the same number of documents are split alike: MGSM has the same questions in every language.
     """
 
-    fraction: float = Field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
-    seed: int = Field(default=0, ge=0, description="The seed by which documents are chosen.")
+    fraction: float = field(default=0.5, gt=0, lt=1, description="The share of documents to choose on.")
+    seed: int = field(default=0, ge=0, description="The seed by which documents are chosen.")
 
     def split(self, num_docs: int, groups: Sequence[str] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(documents to choose on, documents to report on), both sorted. A single one is only reported on.
@@ -107,11 +112,11 @@ class DocumentSplit(StrictModel):
         return select, tuple(doc_id for doc_id, unit in enumerate(unit_of) if unit not in selected)
 
 
-class Halving(StrictModel):
+class Halving(Declared):
     """Asynchronous successive halving (Li et al. 2020): trials start on few documents, and the best ones continue."""
 
-    min_documents: int = Field(default=16, ge=1, description="Documents of each target task on the first rung.")
-    reduction_factor: int = Field(
+    min_documents: int = field(default=16, ge=1, description="Documents of each target task on the first rung.")
+    reduction_factor: int = field(
         default=3, ge=2, description="Each rung has so many times more documents, and one in so many trials continues."
     )
 
@@ -125,16 +130,16 @@ class Halving(StrictModel):
         return tuple(numbers)
 
 
-class Search(StrictModel):
+class Search(Declared):
     """Evaluate some configurations of a family instead of all. A trial is one configuration with every pair."""
 
-    sampler: Literal["tpe", "random"] = Field(
+    sampler: Literal["tpe", "random"] = field(
         default="tpe", description="tpe: Bayesian, from the trials so far (Bergstra et al. 2011); random: uniform."
     )
-    trials: int = Field(default=40, ge=1, description="How many configurations of each searched family to try.")
-    halving: Halving | None = Field(default=None, description="Give up most trials after some documents.")
-    seed: int = Field(default=0, ge=0, description="The seed of the sampler, and of each rung's documents.")
-    family: str | None = Field(default=None, description="The only family to search. Default: all that have a choice.")
+    trials: int = field(default=40, ge=1, description="How many configurations of each searched family to try.")
+    halving: Halving | None = field(default=None, description="Give up most trials after some documents.")
+    seed: int = field(default=0, ge=0, description="The seed of the sampler, and of each rung's documents.")
+    family: str | None = field(default=None, description="The only family to search. Default: all that have a choice.")
 
 
 def _role_name(name: str) -> str:
@@ -145,13 +150,40 @@ def _role_name(name: str) -> str:
     return name
 
 
-RoleName = Annotated[str, AfterValidator(_role_name)]
+RoleName = Annotated[str, field(after=_role_name)]
+
+
+def _with_ladders(value: Any, source: Source) -> Any:
+    """The experts, with NAME-STEP for each checkpoint of `NAME: {ladder: PATH}`."""
+    if not isinstance(value, Mapping):
+        return value
+    experts: dict[str, Any] = {}
+    for name, place in value.items():
+        added = {name: place}
+        if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
+            inside = source.folder / expand(place["ladder"])
+            folder = inside if os.path.exists(inside) else expand(place["ladder"])
+            found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
+            steps = sorted(int(match[1]) for match in found if match)
+            if not steps:
+                raise ValueError(f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`")
+            added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+        if twice := sorted(added.keys() & experts.keys()):
+            raise ValueError(f"{twice[0]!r} is both an expert and a checkpoint of a ladder: rename one")
+        experts |= added
+    return experts
+
+
+def _with_tasks(value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
+    if isinstance(value, dict) and (empty := [name for name, tasks in value.items() if not tasks]):
+        raise ValueError(f"{empty[0]} has no task")
+    return value
 
 
 _PLACES = ("task_experts.*", "language_experts.*", "roles.*.*")
 
 
-class SweepRecipe(StrictModel):
+class SweepRecipe(Declared):
     """What a sweep evaluates, and on which tasks."""
 
     PATHS: ClassVar[tuple[str, ...]] = (
@@ -165,68 +197,70 @@ class SweepRecipe(StrictModel):
     )
     """Keys that may be local paths."""
 
-    base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
-    num_layers: int | None = Field(
+    base_model: str = field(description="A local folder, or a Hub id: org/name@revision.")
+    num_layers: int | None = field(
         default=None, ge=1, le=MAX_LAYERS, description="The base's layers, if its config does not say."
     )
-    tokenizer: str | None = Field(
+    tokenizer: str | None = field(
         default=None,
         description="Whose tokenizer and chat templates the prompts of all cells have: an expert's name, or `base`. "
         "Default: the experts' where they agree, else the first task expert's.",
     )
-    config_from: str | None = Field(
+    config_from: str | None = field(
         default=None,
         description="Whose config compositions of full checkpoints take, if theirs or the base's compute differently: "
         "an expert, or a role such as `task`, for the compositions with it; or `base`. By default they must agree.",
     )
-    task_experts: dict[Name, Place] = Field(
+    task_experts: dict[Name, Place] = field(
+        sited=_with_ladders,
         min_length=1,
         description="Name → folder or Hub id of an adapter or a full checkpoint; {chain: [FIRST, SECOND]} for adapters "
         "that were trained one on top of another; or {ladder: FOLDER}, with whose checkpoints as experts NAME-STEP.",
     )
-    language_experts: dict[Name, Place] = Field(min_length=1, description="Likewise.")
-    roles: dict[RoleName, Annotated[dict[Name, Place], Field(min_length=1)]] = Field(
+    language_experts: dict[Name, Place] = field(sited=_with_ladders, min_length=1, description="Likewise.")
+    roles: dict[RoleName, Annotated[dict[Name, Place], field(min_length=1)]] = field(
         default={},
         description="Experts of other roles, for `rules`: culture, safety, … → name → folder or Hub id.",
     )
-    pairs: Annotated[list[ExpertPair], Field(min_length=1)] | None = Field(
+    pairs: Annotated[list[ExpertPair], field(min_length=1)] | None = field(
         default=None, description="{task: NAME, language: NAME}. Default: each task expert with each language expert."
     )
-    soup_sides: bool = Field(
+    soup_sides: bool = field(
         default=False,
         description="Add a pair: all task experts averaged, with all language experts averaged that share their tasks.",
     )
-    compositions: Families = Field(
+    compositions: Families = field(
         default=[], description="Families of compositions of each pair: a list, or a mapping from their names."
     )
-    baselines: list[Baseline] = Field(
+    baselines: list[Baseline] = field(
         default=["base", "task", "language", "roles"],
         description="base; task, language and roles: each expert alone; soup and others: each pair, by its defaults.",
     )
-    extra: dict[str, str | list[str]] = Field(
+    extra: dict[str, str | list[str]] = field(
         default={}, description="Other adapters on the base, such as joint SFT: the name of their row → one or several."
     )
-    tasks: list[str] | dict[str, list[str]] = Field(
+    tasks: list[str] | dict[str, list[str]] = field(
+        after=_with_tasks,
         min_length=1,
         description="Task names as for evaluate; or language expert (patterns such as sw*) → the tasks of its pairs.",
     )
-    retention: list[str] = Field(default=[], description="More tasks that everything is evaluated on.")
-    primary: dict[str, str] = Field(
+    retention: list[str] = field(default=[], description="More tasks that everything is evaluated on.")
+    primary: dict[str, str] = field(
         default={},
         description="Task → the score that counts, as metric or metric,filter. Default: `normalized`, or "
         "the task's first.",
     )
-    group: dict[str, str] = Field(
+    group: dict[str, str] = field(
         default={},
         description="Task → the column of its rows that names what documents share, such as a template: they are one "
         "draw in intervals, and on one side of the split. Default: the task's `metadata: {group: …}`, or a column "
         "`template`.",
     )
-    settings: SweepSettings = Field(default=SweepSettings(), description="How tasks are evaluated.")
-    selection: DocumentSplit = Field(
+    settings: SweepSettings = field(default=SweepSettings(), description="How tasks are evaluated.")
+    selection: DocumentSplit = field(
         default=DocumentSplit(), description="The documents on which configurations are chosen."
     )
-    search: Search | None = Field(default=None, description="Search the families' grids instead of evaluating all.")
+    search: Search | None = field(default=None, description="Search the families' grids instead of evaluating all.")
 
     @property
     def by_role(self) -> dict[str, dict[str, Place]]:
@@ -238,39 +272,7 @@ class SweepRecipe(StrictModel):
         """Each chain among the experts → the names of its adapters."""
         return {name: parts for experts in self.by_role.values() for name, parts in Places(experts).chains.items()}
 
-    @field_validator("task_experts", "language_experts", mode="before")
-    @classmethod
-    def _ladders(cls, value: Any, info: ValidationInfo) -> Any:
-        """The experts, with NAME-STEP for each checkpoint of `NAME: {ladder: PATH}`."""
-        if not isinstance(value, Mapping):
-            return value
-        experts: dict[str, Any] = {}
-        for name, place in value.items():
-            added = {name: place}
-            if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
-                inside = Path((info.context or {}).get("folder", Path())) / expand(place["ladder"])
-                folder = inside if os.path.exists(inside) else expand(place["ladder"])
-                found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
-                steps = sorted(int(match[1]) for match in found if match)
-                if not steps:
-                    raise ValueError(
-                        f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`"
-                    )
-                added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
-            if twice := sorted(added.keys() & experts.keys()):
-                raise ValueError(f"{twice[0]!r} is both an expert and a checkpoint of a ladder: rename one")
-            experts |= added
-        return experts
-
-    @field_validator("tasks")
-    @classmethod
-    def _some_task(cls, value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
-        if isinstance(value, dict) and (empty := [name for name, tasks in value.items() if not tasks]):
-            raise ValueError(f"{empty[0]} has no task")
-        return value
-
-    @model_validator(mode="after")
-    def _check(self) -> SweepRecipe:
+    def check(self) -> None:
         if shared := sorted(self.task_experts.keys() & self.language_experts.keys()):
             raise ValueError(f"{shared[0]!r} is both a task expert and a language expert: rename one")
         self._check_roles()
@@ -293,18 +295,17 @@ class SweepRecipe(StrictModel):
                 raise ValueError("search: no family of compositions has a list of values to search")
             if self.search.family is not None and self.search.family not in {family.name for family in choices}:
                 raise ValueError(f"search.family: {self.search.family!r} is not a family with a list of values")
-        return self
 
     def _check_owners(self) -> None:
         """Check the names in `tokenizer` and `config_from`."""
         experts = [BASE, *(name for members in self.by_role.values() for name in Places(members).adapters)]
-        for field, owner, known in (
+        for key, owner, known in (
             ("tokenizer", self.tokenizer, experts),
             ("config_from", self.config_from, [*experts, *self.by_role]),
         ):
             if owner is not None and owner not in known:
                 remedy = did_you_mean(owner, known, f"Choose from {', '.join(known)}")
-                raise FieldMistake(f"{field} is {owner!r}, which this recipe does not name", field, remedy=remedy)
+                raise FieldMistake(f"{key} is {owner!r}, which this recipe does not name", key, remedy=remedy)
 
     def _check_roles(self) -> None:
         homes: dict[str, str] = {}
@@ -371,12 +372,12 @@ class SweepRecipe(StrictModel):
 
     def with_rules(self, experts: Mapping[str, str], rules: Sequence[Rule]) -> SweepRecipe:
         """The recipe with more experts, of the role `other`, and one more composition, `rules`."""
-        content = self.model_dump(exclude_defaults=True, by_alias=True)
+        content = self.model_dump(exclude_defaults=True)
         if experts:
             content["roles"] = {**self.roles, OTHER: {**self.roles.get(OTHER, {}), **experts}}
         if rules:
             content["compositions"] = [*content.get("compositions", []), {"rules": [rule.as_data() for rule in rules]}]
-        changed = validate(content, SweepRecipe, where="the recipe with the options")
+        changed = SweepRecipe.read_content(content, where="the recipe with the options")
         changed._files = self.recipe_files
         return changed
 

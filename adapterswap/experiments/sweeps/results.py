@@ -14,17 +14,28 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
-from pydantic import BeforeValidator, Field, PlainSerializer
-
-from adapterswap.experiments.sweeps.grid import Assignment, Carrier, Cell
+from adapterswap.experiments.sweeps.grid import UNLESS_EMPTY, Assignment, Carrier, Cell
 from adapterswap.kit.errors import DataError, NotFoundError
 from adapterswap.kit.files.inside import files_inside
+from adapterswap.kit.files.readers import field as reading
 from adapterswap.kit.files.text import expand, json_lines, open_regular, read_json
 
 LARGEST = 1e50  # in size: fourth powers of larger scores overflow in statistics
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-LARGEST, le=LARGEST)]
-_IF_KNOWN = Field(exclude_if=lambda value: value is None)
-_UNLESS_EMPTY = Field(exclude_if=lambda value: not value)
+
+
+def _not_text(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError("it is text, not a number")
+    return value
+
+
+def _items(docs: Mapping[int, float]) -> list[list[Any]]:
+    return [[document, score] for document, score in docs.items()]
+
+
+Number = Annotated[float, reading(before=_not_text, ge=-LARGEST, le=LARGEST)]
+_IF_KNOWN: Mapping[str, Any] = {"left_out": lambda value: value is None}
+_NEVER: Mapping[str, Any] = {"left_out": lambda value: True}
 
 
 @dataclass(frozen=True)
@@ -57,9 +68,9 @@ class TaskInfo(Carrier):
     select: tuple[int, ...]
     report: tuple[int, ...]
     sha256: str | None = None
-    group: Annotated[str | None, _IF_KNOWN] = None
-    groups: Annotated[tuple[str, ...], _UNLESS_EMPTY] = ()
-    averaged: Annotated[bool, Field(exclude=True)] = field(default=True, compare=False)
+    group: str | None = field(default=None, metadata=_IF_KNOWN)
+    groups: tuple[str, ...] = field(default=(), metadata=UNLESS_EMPTY)
+    averaged: bool = field(default=True, compare=False, metadata=_NEVER)
 
 
 @dataclass(frozen=True)
@@ -78,8 +89,8 @@ class TaskValue(Carrier):
     value: Number | None
     stderr: Number | None
     scores: Mapping[str, Number | None]
-    docs: Annotated[Mapping[int, Number], BeforeValidator(dict), PlainSerializer(lambda docs: [*docs.items()])]
-    cut: Annotated[int | None, _IF_KNOWN] = None
+    docs: Annotated[Mapping[int, Number], reading(before=dict)] = field(metadata={"written": _items})
+    cut: int | None = field(default=None, metadata=_IF_KNOWN)
 
     def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
         """The mean primary score of these documents; None if documents have no scores of their own."""
@@ -107,7 +118,7 @@ class CellResult(Carrier):
     cell: Cell
     results: Mapping[str, TaskValue]
     seconds: Mapping[str, float] = field(compare=False)
-    relative_error: Annotated[Number | None, _IF_KNOWN] = None
+    relative_error: Number | None = field(default=None, metadata=_IF_KNOWN)
 
     def as_json(self) -> dict[str, Any]:
         """The fields of the cell, and those of its results."""

@@ -15,27 +15,17 @@ import os
 import string
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PrivateAttr,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from typing import Any, ClassVar, Literal
 
 from adapterswap.core import Composition, Partition, format_layers, parse_layers
 from adapterswap.experiments.chat import as_date
 from adapterswap.experiments.permitted import foreign_source
 from adapterswap.experiments.training.selection import SelectionOptions
 from adapterswap.kit.errors import DataError, FieldError
-from adapterswap.kit.files.models import StrictModel, read_recipe
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import Source, field
 from adapterswap.kit.files.text import expand
-from adapterswap.kit.files.yaml import MEMBER
+from adapterswap.kit.files.yaml import read_recipe
 
 
 class Template:
@@ -55,28 +45,28 @@ class Template:
             raise FieldError(
                 f"The template {text!r} has unbalanced braces ({error})", "Write {column}, and {{ or }} for a brace"
             ) from None
-        for literal, field, spec, conversion in parsed:
-            if field is not None and (not field or spec or conversion or set(field) & set(".[]{}")):
+        for literal, column, spec, conversion in parsed:
+            if column is not None and (not column or spec or conversion or set(column) & set(".[]{}")):
                 raise FieldError(
-                    f"The template {text!r} has a field that is not just a column's name: {field!r}",
+                    f"The template {text!r} has a field that is not just a column's name: {column!r}",
                     "Write {column}, and {{ or }} for a brace",
                 )
-            self._pieces.append((literal, field))
-        self.fields = tuple(dict.fromkeys(field for _, field in self._pieces if field is not None))
+            self._pieces.append((literal, column))
+        self.fields = tuple(dict.fromkeys(column for _, column in self._pieces if column is not None))
 
     def fill(self, row: Mapping[str, Any]) -> str | None:
         """The text for `row`; None if one of the columns is null, or NaN, which stands for a missing number."""
         parts: list[str] = []
-        for literal, field in self._pieces:
+        for literal, column in self._pieces:
             parts.append(literal)
-            if field is None:
+            if column is None:
                 continue
-            value = row[field]
+            value = row[column]
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 return None
             if not isinstance(value, str | int | float):
                 raise DataError(
-                    f"The column {field!r} holds a {type(value).__name__}, not text or a number",
+                    f"The column {column!r} holds a {type(value).__name__}, not text or a number",
                     "Name a column of plain values, or use `messages:` for a column of chat messages",
                     parameter="datasets",
                 )
@@ -91,56 +81,59 @@ SIDES: tuple[Side, Side] = ("task", "language")
 LORA_KEYS = ("r", "alpha", "rslora", "dropout", "target_modules", "modules_to_save")
 
 
-class AdapterOptions(StrictModel, allow_inf_nan=False):
+def _canonical(value: Any) -> Any:
+    """Layers as `format_layers` writes them."""
+    if value is None or isinstance(value, bool):
+        return value
+    layers = parse_layers(",".join(map(str, value)) if isinstance(value, list) else str(value))
+    if not layers:
+        raise ValueError("it names no layer")
+    return format_layers(layers)
+
+
+class AdapterOptions(Declared, finite=True):
     """The adapter: rank-stabilized LoRA on attention and MLPs, as in the second paper, with our choice of rank and α.
 
     `adapter: none`, short for `adapter: {method: none}`, trains the weights themselves.
     """
 
-    method: Literal["lora", "none"] = Field(
+    method: Literal["lora", "none"] = field(
         default="lora", description="none: no adapter; the base's own weights are trained and a whole model is written."
     )
-    r: int = Field(
+    r: int = field(
         default=64,
         ge=1,
         description="Rank of every adapted module. With `start`, modules that it adapts keep its ranks and scales.",
     )
-    alpha: float = Field(
+    alpha: float = field(
         default=16, gt=0, description="LoRA's α. The scale is α/√r with rsLoRA (2 with the defaults), else α/r."
     )
-    rslora: bool = Field(default=True, description="Rank-stabilized LoRA (arXiv:2312.03732): scale α/√r, not α/r.")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' inputs while training.")
-    target_modules: list[str] | None = Field(
+    rslora: bool = field(default=True, description="Rank-stabilized LoRA (arXiv:2312.03732): scale α/√r, not α/r.")
+    dropout: float = field(default=0.0, ge=0, lt=1, description="Dropout on the adapters' inputs while training.")
+    target_modules: list[str] | None = field(
         default=None,
         min_length=1,
         description="Names of modules, such as q_proj. Default: all attention and MLP projections; with `start`, the "
         "modules that it adapts.",
     )
-    layers: str | None = Field(default=None, description="Layers to train: 5, 0-4, 0-4,30-31 or [0, 1]. Default: all.")
-    partition: Partition | None = Field(
+    layers: str | None = field(
+        default=None,
+        before=_canonical,
+        description="Layers to train: 5, 0-4, 0-4,30-31 or [0, 1]. Default: all.",
+    )
+    partition: Partition | None = field(
         default=None, description="Train only the modules that this partition of the second paper gives to `side`."
     )
-    side: Side | None = Field(default=None, description="The side of `partition` that is trained.")
-    modules_to_save: list[str] = Field(
+    side: Side | None = field(default=None, description="The side of `partition` that is trained.")
+    modules_to_save: list[str] = field(
         default=[], description="Modules trained and saved in full, such as lm_head (as large as they are in the base)."
     )
-    save_dtype: Literal["float32", "bfloat16"] | None = Field(
+    save_dtype: Literal["float32", "bfloat16"] | None = field(
         default=None,
         description="The dtype to save in. Default: float32 for an adapter, the base's own for full weights.",
     )
 
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _canonical(cls, value: Any) -> Any:
-        if value is None or isinstance(value, bool):
-            return value
-        layers = parse_layers(",".join(map(str, value)) if isinstance(value, list) else str(value))
-        if not layers:
-            raise ValueError("it names no layer")
-        return format_layers(layers)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> AdapterOptions:
+    def check(self) -> None:
         if (self.partition is None) != (self.side is None):
             raise ValueError("`partition` and `side` must be set together: `side` is the side to train")
         if self.partition and self.layers is not None:
@@ -148,111 +141,110 @@ class AdapterOptions(StrictModel, allow_inf_nan=False):
         extra = [key for key in LORA_KEYS if getattr(self, key) != type(self).model_fields[key].default]
         if self.method == "none" and extra:
             raise ValueError(f"{', '.join(extra)} can only be set for an adapter, but `method` is none")
-        return self
 
 
-class Simultaneous(StrictModel, allow_inf_nan=False):
+class Simultaneous(Declared, finite=True):
     """Train both sides of a partition in one run, in turns, each on its own rows (the second paper, section 4.5).
 
     Each step takes its rows from one side and changes only that side's modules. The other side's modules, and their
     AdamW moments, stay unchanged.
     """
 
-    partition: Partition = Field(description="A, B, C or Z of the second paper.")
-    steps_per_switch: int = Field(default=1, ge=1, description="Steps on one side before the other's turn.")
+    partition: Partition = field(description="A, B, C or Z of the second paper.")
+    steps_per_switch: int = field(default=1, ge=1, description="Steps on one side before the other's turn.")
 
 
-class Quantization(StrictModel, allow_inf_nan=False):
+class Quantization(Declared, finite=True):
     """Keep the base in 4 or 8 bits, for adapters only (QLoRA, arXiv:2305.14314). Needs bitsandbytes."""
 
-    bits: Literal[4, 8] = Field(default=4, description="Bits per weight.")
-    quant_type: Literal["nf4", "fp4"] = Field(default="nf4", description="With 4 bits: the data type.")
-    double_quant: bool = Field(default=True, description="With 4 bits: quantize the quantization constants too.")
+    bits: Literal[4, 8] = field(default=4, description="Bits per weight.")
+    quant_type: Literal["nf4", "fp4"] = field(default="nf4", description="With 4 bits: the data type.")
+    double_quant: bool = field(default=True, description="With 4 bits: quantize the quantization constants too.")
 
 
-class TrainingOptions(StrictModel, allow_inf_nan=False):
+class TrainingOptions(Declared, finite=True):
     """How the expert is trained. A step is one update of the weights, on batch_size × gradient_accumulation × processes
     rows.
     """
 
-    epochs: float = Field(default=1.0, gt=0, description="Passes over the rows (ignored if max_steps is set).")
-    max_steps: int | None = Field(default=None, ge=1, description="Number of steps, instead of epochs.")
-    batch_size: int = Field(default=8, ge=1, description="Rows per device at a time.")
-    gradient_accumulation: int = Field(default=4, ge=1, description="Batches per step.")
-    learning_rate: float = Field(default=1e-4, gt=0, description="Peak of the learning rate (AdamW).")
+    epochs: float = field(default=1.0, gt=0, description="Passes over the rows (ignored if max_steps is set).")
+    max_steps: int | None = field(default=None, ge=1, description="Number of steps, instead of epochs.")
+    batch_size: int = field(default=8, ge=1, description="Rows per device at a time.")
+    gradient_accumulation: int = field(default=4, ge=1, description="Batches per step.")
+    learning_rate: float = field(default=1e-4, gt=0, description="Peak of the learning rate (AdamW).")
     optimizer: Literal["adamw_torch", "adamw_torch_fused", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"] = (
-        Field(
+        field(
             default="adamw_torch_fused",
             description="A variant of AdamW, by its name in transformers; 8bit and paged ones need bitsandbytes.",
         )
     )
-    schedule: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = Field(
+    schedule: Literal["linear", "cosine", "constant", "warmup_stable_decay"] = field(
         default="linear", description="The learning rate after the warmup; constant stays at the peak."
     )
-    warmup: float = Field(
+    warmup: float = field(
         default=0.03, ge=0, description="Steps until the peak: below 1 a share of all steps, else a number of steps."
     )
-    decay: float = Field(
+    decay: float = field(
         default=0.2,
         ge=0,
         description="For warmup_stable_decay: the last steps, in which the rate falls to 0; in the form of warmup.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's β₁.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's β₂.")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
-    max_length: int = Field(
+    weight_decay: float = field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    adam_beta1: float = field(default=0.9, ge=0, lt=1, description="AdamW's β₁.")
+    adam_beta2: float = field(default=0.999, ge=0, lt=1, description="AdamW's β₂.")
+    max_grad_norm: float = field(default=1.0, gt=0, description="Gradients are clipped to this norm.")
+    max_length: int = field(
         default=1024, ge=2, description="Most tokens per row; the rest is cut off, counted and reported."
     )
-    packing: bool = Field(
+    packing: bool = field(
         default=False,
         description="Pack several rows into sequences of max_length tokens; rows do not see each other. An error where "
         "they would, as in OPT or Mamba.",
     )
-    group_by_length: bool = Field(
+    group_by_length: bool = field(
         default=False, description="Take rows of similar length together, so that batches need less padding."
     )
-    padding_free: bool = Field(
+    padding_free: bool = field(
         default=False,
         description="Join the rows of a batch instead of padding them. Faster with FlashAttention only.",
     )
-    split_long: bool = Field(
+    split_long: bool = field(
         default=False,
         description="For `text`: split rows longer than max_length into several, instead of cutting the rest off.",
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: bool = field(
         default=False, description="Recompute activations in the backward pass: less memory, slower."
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto", description="For the base's weights and the computation; auto: bfloat16 on CUDA, else float32."
     )
-    weight_dtype: Literal["float32", "bfloat16"] = Field(
+    weight_dtype: Literal["float32", "bfloat16"] = field(
         default="float32",
         description="With adapter: none: the dtype in which weights are updated. bfloat16 halves memory, but loses "
         "updates smaller than 1/256 of a weight.",
     )
-    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = Field(
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = field(
         default="auto",
         description="In bfloat16, auto is flash_attention_2 on CUDA if flash_attn is installed, and eager on a CPU if "
         "max_length is at most 256; else it is transformers' own choice (sdpa if the model supports it).",
     )
-    torch_compile: bool = Field(default=False, description="Compile the model: a slow start, then faster steps.")
-    kernels: bool = Field(
+    torch_compile: bool = field(default=False, description="Compile the model: a slow start, then faster steps.")
+    kernels: bool = field(
         default=False, description="Use the faster kernels that transformers finds on the Hub for the model's layers."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA if available, else the CPU.")
-    seed: int = Field(default=0, ge=0, lt=2**32, description="Seed of the adapters' first values and of dropout.")
-    data_seed: int = Field(
+    device: Literal["auto", "cpu", "cuda"] = field(default="auto", description="auto: CUDA if available, else the CPU.")
+    seed: int = field(default=0, ge=0, lt=2**32, description="Seed of the adapters' first values and of dropout.")
+    data_seed: int = field(
         default=0, ge=0, lt=2**32, description="Seed of samples, the validation split and the order of rows."
     )
-    save_every_samples: int | None = Field(
+    save_every_samples: int | None = field(
         default=5000,
         ge=1,
         description="Save a checkpoint each time this many rows were trained on; null: none, and no resuming.",
     )
-    keep_checkpoints: bool = Field(default=False, description="Keep the last two checkpoints when training ends.")
-    logging_steps: int = Field(default=10, ge=1, description="Record the loss once per this many steps.")
-    report_to: list[str] = Field(
+    keep_checkpoints: bool = field(default=False, description="Keep the last two checkpoints when training ends.")
+    logging_steps: int = field(default=10, ge=1, description="Record the loss once per this many steps.")
+    report_to: list[str] = field(
         default=[], description="Trackers to report to, by their names in transformers: [wandb] or [tensorboard]."
     )
 
@@ -260,60 +252,61 @@ class TrainingOptions(StrictModel, allow_inf_nan=False):
 Scalar = str | int | float | bool
 
 
-class ChainStart(StrictModel):
+class ChainStart(Declared):
     """A new adapter on top of another, which stays as it is. It composes only together with that: see `chains`."""
 
-    adapter: str = Field(description="A folder or Hub id of an adapter.")
-    mode: Literal["chain"] = Field(description="chain: what is trained is added to it.")
+    adapter: str = field(description="A folder or Hub id of an adapter.")
+    mode: Literal["chain"] = field(description="chain: what is trained is added to it.")
 
 
-def _form_of_start(value: Any) -> str:
-    if isinstance(value, ChainStart) or (isinstance(value, Mapping) and value.keys() & {"adapter", "mode"}):
-        return f"{MEMBER}chain"
-    return MEMBER + ("composition" if isinstance(value, Mapping | Composition) else "path")
+Start = str | Composition | ChainStart
 
 
-Start = Annotated[  # the discriminator picks one form, so that a mistake is reported once
-    Annotated[str, Tag(f"{MEMBER}path")]
-    | Annotated[Composition, Tag(f"{MEMBER}composition")]
-    | Annotated[ChainStart, Tag(f"{MEMBER}chain")],
-    Discriminator(_form_of_start),
-]
+def _readable(text: str | None) -> str | None:
+    """A template that can be filled."""
+    if text is not None:
+        try:
+            Template(text)
+        except FieldError as error:
+            raise ValueError(str(error)) from None
+    return text
 
 
-class DatasetSource(StrictModel):
+class DatasetSource(Declared):
     """Rows from the Hub or from files, with load_dataset's own argument names, and how a row becomes text.
 
     Set exactly one of these: `prompt` with `completion` (loss on the completion only), `text` (loss on all of it), or
     `messages` (loss on the assistant's turns).
     """
 
-    path: str = Field(
+    path: str = field(
         description="A Hub id, or a .json, .jsonl, .csv, .tsv or .parquet file (or a folder, with data_files)."
     )
-    name: str | None = Field(default=None, description="Configuration of a Hub dataset, such as `main`.")
-    split: str = Field(default="train", description="The split, also as a slice: train[:80%].")
-    data_files: str | list[str] | None = Field(default=None, description="Files within the repository or folder.")
-    data_dir: str | None = Field(default=None, description="Folder within the repository.")
-    revision: str | None = Field(default=None, description="Commit, tag or branch of a Hub dataset.")
-    prompt: str | None = Field(
-        default=None, description="Template over columns, such as 'Question: {question}\\nAnswer:'."
+    name: str | None = field(default=None, description="Configuration of a Hub dataset, such as `main`.")
+    split: str = field(default="train", description="The split, also as a slice: train[:80%].")
+    data_files: str | list[str] | None = field(default=None, description="Files within the repository or folder.")
+    data_dir: str | None = field(default=None, description="Folder within the repository.")
+    revision: str | None = field(default=None, description="Commit, tag or branch of a Hub dataset.")
+    prompt: str | None = field(
+        default=None, after=_readable, description="Template over columns, such as 'Question: {question}\\nAnswer:'."
     )
-    completion: str | None = Field(default=None, description="Template over columns, such as ' {answer}'.")
-    text: str | None = Field(default=None, description="Template over columns, for plain text.")
-    messages: str | None = Field(
+    completion: str | None = field(
+        default=None, after=_readable, description="Template over columns, such as ' {answer}'."
+    )
+    text: str | None = field(default=None, after=_readable, description="Template over columns, for plain text.")
+    messages: str | None = field(
         default=None, description="A column with chat messages: {role, content} items, or [prompt, response] pairs."
     )
-    filter: dict[str, Scalar | list[Scalar]] = Field(
+    filter: dict[str, Scalar | list[Scalar]] = field(
         default={}, description="Column: the value, or values, of rows to keep."
     )
-    samples: int | None = Field(default=None, ge=1, description="Most rows to use, drawn at random by data_seed.")
-    side: Side | None = Field(
+    samples: int | None = field(default=None, ge=1, description="Most rows to use, drawn at random by data_seed.")
+    side: Side | None = field(
         default=None,
         description="The side that these rows belong to. `simultaneous` trains that side's modules on them; hygiene "
         "keeps the task's math.",
     )
-    streaming: bool = Field(
+    streaming: bool = field(
         default=False, description="Read only as much of the source as `samples` needs, drawn from a moving buffer."
     )
 
@@ -326,77 +319,61 @@ class DatasetSource(StrictModel):
             return [local / name for name in names]
         return [local, *(name for name in names if name.name)]
 
-    @field_validator("prompt", "completion", "text")
-    @classmethod
-    def _readable(cls, text: str | None) -> str | None:
-        if text is not None:
-            try:
-                Template(text)
-            except FieldError as error:
-                raise ValueError(str(error)) from None
-        return text
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> DatasetSource:
+    def check(self) -> None:
         kinds = [self.prompt is not None or self.completion is not None, self.text is not None, bool(self.messages)]
         if sum(kinds) != 1 or (self.prompt is None) != (self.completion is None):
             raise ValueError(f"the dataset {self.path} needs `prompt` with `completion`, or `text`, or `messages`")
         if self.streaming and self.samples is None:
             raise ValueError(f"the dataset {self.path} is streamed, so it needs `samples`, the number of rows to read")
-        return self
 
-    @model_validator(mode="after")
-    def _known_origin(self, info: ValidationInfo) -> DatasetSource:
+    def check_origin(self, source: Source) -> None:
         """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
-        if not self.from_files({"path": self.path}, (), info):
-            return self  # made in Python
-        folder = (info.context or {}).get("folder", Path())
-        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or os.path.exists(folder / self.path)
+        if source.overridden is None:
+            return  # made in Python
+        nearby = os.path.exists(source.folder / self.path)
+        is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or nearby
         if (reason := foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))) is not None:
             raise ValueError(f"the dataset {reason}")
-        return self
 
 
-class Hygiene(StrictModel):
+class Hygiene(Declared):
     """Rows to exclude: math in a language's mixture, and the texts of evaluations."""
 
-    exclude_math: bool = Field(
+    exclude_math: bool = field(
         default=False, description="Drop rows that look like math, except in sources with `side: task`."
     )
-    overlap: list[str] = Field(
+    overlap: list[str] = field(
         default=["mgsm", "gsm8k_test"],
         description="Evaluations with which no row may share 13 consecutive words: mgsm, gsm8k_test, or text files "
         "such as FLORES'.",
     )
-    on_overlap: Literal["drop", "refuse"] = Field(default="drop", description="Drop such rows, or refuse to train.")
+    on_overlap: Literal["drop", "refuse"] = field(default="drop", description="Drop such rows, or refuse to train.")
 
 
-class Validation(StrictModel, allow_inf_nan=False):
+class Validation(Declared, finite=True):
     """Rows to hold out, as a share, a number, or from separate sources. Their loss is measured at the end.
 
     With `simultaneous`, each side has half of them.
     """
 
-    fraction: float | None = Field(default=None, gt=0, lt=1, description="Share of the training rows to hold out.")
-    rows: int | None = Field(default=None, ge=1, description="Number of training rows to hold out.")
-    datasets: list[DatasetSource] | None = Field(default=None, min_length=1, description="Sources of validation rows.")
-    every_samples: int | None = Field(
+    fraction: float | None = field(default=None, gt=0, lt=1, description="Share of the training rows to hold out.")
+    rows: int | None = field(default=None, ge=1, description="Number of training rows to hold out.")
+    datasets: list[DatasetSource] | None = field(default=None, min_length=1, description="Sources of validation rows.")
+    every_samples: int | None = field(
         default=None, ge=1, description="Also measure the loss each time this many rows were trained on."
     )
 
-    early_stopping: int | None = Field(
+    early_stopping: int | None = field(
         default=None,
         ge=1,
         description="Stop when the loss was not lower so many times in a row, and write the weights of the lowest.",
     )
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Validation:
+    def check(self) -> None:
         if sum(value is not None for value in (self.fraction, self.rows, self.datasets)) != 1:
             raise ValueError("validation needs exactly one of `fraction`, `rows` and `datasets`")
         if self.early_stopping and self.every_samples is None:
             raise ValueError("validation.early_stopping needs `every_samples`, how often the loss is measured")
-        return self
 
 
 def _list_values(value: Any) -> Any:
@@ -407,7 +384,11 @@ def _list_values(value: Any) -> Any:
     return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
 
 
-class TrainRecipe(StrictModel):
+def _as_options(value: Any) -> Any:
+    return {"method": "none"} if value == "none" else value
+
+
+class TrainRecipe(Declared):
     """The recipe of an expert: its base, its rows and its training."""
 
     PATHS: ClassVar[tuple[str, ...]] = (
@@ -418,68 +399,63 @@ class TrainRecipe(StrictModel):
     )
     """Keys that may be local paths, relative to the recipe file that sets them."""
 
-    base_model: str = Field(description="A local folder, or a Hub id: org/name@revision.")
-    out_path: str | None = Field(default=None, description="The folder to write, unless you pass --out-path.")
-    start: Start | None = Field(
+    base_model: str = field(description="A local folder, or a Hub id: org/name@revision.")
+    out_path: str | None = field(default=None, description="The folder to write, unless you pass --out-path.")
+    start: Start | None = field(
         default=None,
         description="Where the adapter starts, instead of at zero: a folder or Hub id of an adapter, the recipe of a "
         "composition (a .yaml file), or a composition: {experts: …, task: …, language: …}. With {adapter: …, mode: "
         "chain}, a new adapter is trained on top of it.",
     )
-    adapter: AdapterOptions = Field(default=AdapterOptions(), description="The adapter.")
-    datasets: Annotated[list[DatasetSource], BeforeValidator(_list_values)] = Field(
-        min_length=1, description="Sources of rows, joined and shuffled: a list, or a mapping with your own names."
+    adapter: AdapterOptions = field(default=AdapterOptions(), before=_as_options, description="The adapter.")
+    datasets: list[DatasetSource] = field(
+        before=_list_values,
+        min_length=1,
+        description="Sources of rows, joined and shuffled: a list, or a mapping with your own names.",
     )
-    samples_per_side: int | None = Field(
+    samples_per_side: int | None = field(
         default=None,
         ge=1,
         description="Most rows for each side (or for all rows without a side), drawn from all its sources after "
         "hygiene; includes validation rows.",
     )
-    hygiene: Hygiene | None = Field(default=None, description="Rows to keep out of training and validation.")
-    chat_template: bool = Field(
+    hygiene: Hygiene | None = field(default=None, description="Rows to keep out of training and validation.")
+    chat_template: bool = field(
         default=False,
         description="Render prompt and completion as a user's and an assistant's turn with the tokenizer's template.",
     )
-    date: str | None = Field(
-        default=None, description="What a chat template takes for today, such as '2026-11-27'. Default: the real date."
+    date: str | None = field(
+        default=None,
+        before=as_date,
+        description="What a chat template takes for today, such as '2026-11-27'. Default: the real date.",
     )
-    separator: str = Field(
+    separator: str = field(
         default="", description="Text between prompt and completion, if no chat template separates them."
     )
-    validation: Validation | None = Field(default=None, description="Rows held out, to measure the loss on.")
-    simultaneous: Simultaneous | None = Field(
+    validation: Validation | None = field(default=None, description="Rows held out, to measure the loss on.")
+    simultaneous: Simultaneous | None = field(
         default=None, description="Train both sides of a partition in turns, each on its own datasets."
     )
-    quantization: Quantization | None = Field(default=None, description="Keep the base in 4 or 8 bits (QLoRA).")
-    training: TrainingOptions = Field(default=TrainingOptions(), description="How the expert is trained.")
-    selection: SelectionOptions | None = Field(
+    quantization: Quantization | None = field(default=None, description="Keep the base in 4 or 8 bits (QLoRA).")
+    training: TrainingOptions = field(default=TrainingOptions(), description="How the expert is trained.")
+    selection: SelectionOptions | None = field(
         default=None, description="Evaluate checkpoints and write the best one, or keep a ladder of them."
     )
 
-    _folder: Path = PrivateAttr(default=Path())
+    _folder: Path = Path()
 
-    @field_validator("date", mode="before")
-    @classmethod
-    def _day(cls, value: Any) -> Any:
-        return as_date(value)
+    def check(self) -> None:
+        self._check_sides()
+        self._check_regime()
 
-    @field_validator("adapter", mode="before")
-    @classmethod
-    def _no_adapter(cls, value: Any) -> Any:
-        return {"method": "none"} if value == "none" else value
-
-    @model_validator(mode="after")
-    def _sides(self) -> TrainRecipe:
+    def _check_sides(self) -> None:
         sources = [("datasets", self.datasets), ("validation.datasets", (self.validation and self.validation.datasets))]
         for key, datasets in sources:
             sides = [source.side for source in datasets or []]
             if self.simultaneous and sides and (None in sides or set(sides) != set(SIDES)):
                 raise ValueError(f"{key}: with `simultaneous`, set `side` for each, and use both task and language")
-        return self
 
-    @model_validator(mode="after")
-    def _regime(self) -> TrainRecipe:
+    def _check_regime(self) -> None:
         adapter, options = self.adapter, self.training
         if self.simultaneous and adapter.partition:
             raise ValueError(
@@ -507,7 +483,6 @@ class TrainRecipe(StrictModel):
             raise ValueError("`selection` evaluates or keeps checkpoints, but training.save_every_samples is null")
         if self.selection and self.selection.ladder and adapter.method == "none":
             raise ValueError("selection.ladder keeps adapters, but adapter: none trains whole models")
-        return self
 
     @property
     def stops_early(self) -> int | None:

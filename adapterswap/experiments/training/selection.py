@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import Field, model_validator
-
 from adapterswap.experiments.evaluation.settings import EvaluationOptions
+from adapterswap.kit.files.readers import field
 
 
 class Enough(Exception):
@@ -23,35 +22,33 @@ class Enough(Exception):
 class SelectionOptions(EvaluationOptions):
     """Keep checkpoints: the best on tasks, evaluated while training (needs the `eval` extra), or a ladder of them."""
 
-    tasks: list[str] = Field(
+    tasks: list[str] = field(
         default=[],
         description="What checkpoints are evaluated on: for a language expert such as [belebele_swh_Latn, "
         "global_mmlu_full_sw]; for a math expert [mgsm_native_cot_en].",
     )
-    metric: str | dict[str, str] | None = Field(
+    metric: str | dict[str, str] | None = field(
         default=None,
         description="A metric (acc_norm), or a metric and a filter (exact_match,flexible-extract), for all tasks or by "
         "task. Default: MGSM normalized, FLORES chrf++, else the task's first.",
     )
-    keep_best: int = Field(
+    keep_best: int = field(
         default=1, ge=1, description="How many checkpoints are kept: the best one is the expert, others lie inside it."
     )
-    early_stopping: int | None = Field(
+    early_stopping: int | None = field(
         default=None, ge=1, description="Stop after so many checkpoints in a row that are no better. Default: never."
     )
-    every: int = Field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
-    ladder: int | None = Field(
+    every: int = field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
+    ladder: int | None = field(
         default=None,
         ge=2,
         description="Also keep so many adapters, at even fractions of the run, the last at its end; each is a folder "
         "in the expert's.",
     )
 
-    @model_validator(mode="after")
-    def _selects(self) -> SelectionOptions:
+    def check(self) -> None:
         if not self.tasks and self.ladder is None:
             raise ValueError("`selection` needs `tasks` to choose by, or a `ladder`")
-        return self
 
     def rungs(self, steps: int) -> list[int]:
         """The steps whose adapters the ladder keeps, of a run of so many."""

@@ -5,7 +5,7 @@ Shipped recipes are in `recipes/` of a checkout, and inside the installed packag
 names them, or by the name of a shipped one, without suffix. Fragments are merged in the order listed, and the recipe
 itself comes last: mappings are merged key by key, everything else is replaced (also by `null`).
 
-`kit.files.models` checks their content. Here pydantic is not imported.
+`kit.files.declared` checks their content.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError, Problems, did_you_mean
+from adapterswap.kit.files.declared import Declared
 from adapterswap.kit.files.text import expand, read_small, shown
 
 _MAX_BYTES = 2**18  # of a recipe; ruamel.yaml takes some five seconds for the worst of this size
+
+_Declared = TypeVar("_Declared", bound=Declared)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -321,19 +324,6 @@ def _sets(content: Any, location: Location) -> bool:
     return True
 
 
-MEMBER = "\0"
-"""What the tag of a union's member begins with, which pydantic names in a mistake's place, and no recipe has."""
-
-
-class FieldMistake(ValueError):
-    """Raised by a validator of several fields, to name the one at fault and what to do about it."""
-
-    def __init__(self, message: str, parameter: str | None = None, *, remedy: str = "") -> None:
-        super().__init__(message)
-        self.parameter = parameter
-        self.remedy = remedy
-
-
 def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Return `content` with each `key=value` of `overrides` applied; `a.b.0.c` reaches into mappings and lists.
 
@@ -437,3 +427,32 @@ def _overridden(overrides: Iterable[str]) -> dict[str, Any]:
         else:
             place[last] = None
     return nested
+
+
+def read_recipe(
+    path: str | Path,
+    declared: type[_Declared],
+    overrides: Iterable[str] = (),
+    *,
+    paths: Iterable[str] = (),
+    kind: str | None = None,
+) -> _Declared:
+    """Read the YAML file at `path` and what it extends, apply `overrides`, and check the result.
+
+    Args:
+        path: the recipe.
+        declared: the class with its fields.
+        overrides: see `apply_overrides`.
+        paths: keys of local paths, such as `datasets.*.path`; see `RecipeFile.read`.
+        kind: one of `MARKS`; a recipe of another kind is refused as such.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        FieldError: lists every mistake in the recipe.
+    """
+    file = RecipeFile.read(path, overrides, paths=paths)
+    if kind is not None:
+        check_kind(file.content, kind, path)
+    recipe = declared.read_content(file.content, where=str(path), file=file)
+    recipe._files = file.files
+    return recipe

@@ -108,9 +108,9 @@ def test_parameters_are_keys_everywhere() -> None:
     options = [option.name for option in compose_command.params]
     assert sorted(options) == sorted(set(options))
     assert {name for name, parameter in PARAMETERS.items() if parameter.has_option} <= set(options)
-    assert {*parameter_keys(), "parameters"} <= {*Composition.model().known_keys(), *GRID_FIELDS}
-    assert "lambda" in Rule.model().known_keys()
-    assert "scale" not in Rule.model().known_keys()
+    assert {*parameter_keys(), "parameters"} <= {*Composition.known_keys(), *GRID_FIELDS}
+    assert "lambda" in Rule.known_keys()
+    assert "scale" not in Rule.known_keys()
 
 
 def test_a_parameter_is_read_and_written_with_its_method() -> None:

@@ -16,8 +16,7 @@ from adapterswap.core.planning.composition import Composition, parse_composition
 from adapterswap.core.planning.functions import slice_layers
 from adapterswap.core.planning.rules import Rule
 from adapterswap.kit.errors import ArgumentError, CompositionError, FieldError
-from adapterswap.kit.files.models import read_recipe, validate
-from adapterswap.kit.files.yaml import apply_overrides
+from adapterswap.kit.files.yaml import apply_overrides, read_recipe
 
 
 @given(st.frozensets(st.integers(0, 200)))
@@ -111,7 +110,7 @@ def test_souped_sides_share_their_weight() -> None:
 )
 def test_mistakes_are_named(content: dict[str, object], parameter: str, message: str) -> None:
     with refused(FieldError, parameter, match=message):
-        validate(content, Composition, where="recipe.yaml")
+        Composition.read_content(content, where="recipe.yaml")
 
 
 def test_unnormalised_weights_may_sum_to_zero() -> None:

@@ -12,8 +12,7 @@ from click.testing import Result
 
 from adapterswap.core.planning.composition import Composition
 from adapterswap.experiments.recipes import resolve_recipe
-from adapterswap.kit.files.models import read_recipe
-from adapterswap.kit.files.yaml import shipped_recipes
+from adapterswap.kit.files.yaml import read_recipe, shipped_recipes
 
 PAPERS = shipped_recipes("compose/papers")
 COMPOSITIONS = {name: path for name, path in shipped_recipes("compose").items() if name not in PAPERS}

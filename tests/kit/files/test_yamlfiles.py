@@ -10,29 +10,29 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
 from refusals import refused
 
 from adapterswap.core.planning.composition import Composition
 from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError
 from adapterswap.kit.files import yaml_text
-from adapterswap.kit.files.models import StrictModel, read_recipe, validate
-from adapterswap.kit.files.yaml import apply_overrides, dump_yaml, load_yaml, parse_yaml
+from adapterswap.kit.files.declared import Declared
+from adapterswap.kit.files.readers import field
+from adapterswap.kit.files.yaml import apply_overrides, dump_yaml, load_yaml, parse_yaml, read_recipe
 
 
-class Part(StrictModel):
+class Part(Declared):
     path: str
     weight: float = 1.0
 
 
-class Recipe(StrictModel):
+class Recipe(Declared):
     """A model with every kind of field that recipes have."""
 
     name: str
-    steps: int = Field(default=1, ge=1)
+    steps: int = field(default=1, ge=1)
     parts: tuple[Part, ...] = ()
-    named: dict[str, Part] = Field(default_factory=dict)
-    lambda_: float | None = Field(default=None, alias="lambda")
+    named: dict[str, Part] = field(default={})
+    lambda_: float | None = field(default=None, alias="lambda")
 
 
 def recipe(tmp_path: Path, text: str | bytes) -> Path:
@@ -224,7 +224,7 @@ def test_values_are_shown_shortly(tmp_path: Path) -> None:
     for _ in range(30):
         deep = [deep] * 3
     with refused(FieldError, "name") as caught:
-        validate({"name": deep}, Recipe, where="here")
+        Recipe.read_content({"name": deep}, where="here")
     assert len(str(caught.value)) < 300
 
 
