@@ -69,7 +69,7 @@ class Composed:
                 break
 
             try:
-                rules = tuple(Rule.read(rule) for rule in content["rules"])
+                rules = tuple(Rule.model_validate(rule) for rule in content["rules"])
             except (AdapterswapError, TypeError):
                 break
 
