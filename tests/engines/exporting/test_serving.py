@@ -272,6 +272,13 @@ def test_options_of_the_other_engine_and_of_adapterswap(
     assert run(*whole[:5], "--experts", experts).exit_code == 2  # without --gguf
     for option in (["--lora", "x"], ["-m", "x"], ["--port", "high"]):
         assert run(*whole, "--dry-run", "--", *option).exit_code == 2
+
+    # Our own small llama-server takes no shortened options, as llama.cpp's does not.
+    own = [sys.executable, "-m", "adapterswap.engines.serving.llama_engine", "-m", str(gguf)]
+    shortened = subprocess.run([*own, "--thr", "1"], capture_output=True, text=True)
+    assert shortened.returncode == 2
+    assert "--thr" in shortened.stderr
+
     missing = run(*whole, "--dry-run", "--llama-server", tmp_path / "gone")
     assert missing.exit_code == 3
     assert "gone" in missing.stderr

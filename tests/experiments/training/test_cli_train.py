@@ -51,6 +51,15 @@ def test_train_and_train_again(run: Run, recipe: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "other" / "training.json").read_text())["recipe"]["training"]["data_seed"] == 3
 
 
+def test_the_account_of_a_run_says_where_it_starts(run: Run, recipe: Path, tmp_path: Path) -> None:
+    assert run("train", recipe, "--set", "training.max_steps=1").exit_code == 0
+    expert = tmp_path / "expert"
+    further = run("train", recipe, "--start", expert, "--out-path", tmp_path / "further", "--dry-run")
+    assert further.exit_code == 0, further.stderr
+    [line] = [line for line in further.stdout.splitlines() if line.startswith("start ")]
+    assert "expert: 42 modules of rank 4" in line
+
+
 def test_dry_run(run: Run, recipe: Path, tmp_path: Path) -> None:
     output = json.loads(run("train", recipe, "--dry-run", "--json").stdout)
     assert output["dry_run"] is True
