@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from adapterswap.core import BASE
-from adapterswap.experiments.studio.choice import Choice
+from adapterswap.experiments.studio.choice import Choice, check_values
 from adapterswap.experiments.studio.controls import Controls
 from adapterswap.experiments.studio.html import (
     COLUMNS,
@@ -105,9 +105,9 @@ class Answering:
         )
 
     def _read(self, content: bytes) -> _Request:
-        read = _Body.read_content(
-            parse_json(content, "The request", "Reload the page", kind=ArgumentError), where="the request"
-        )
+        sent = parse_json(content, "The request", "Reload the page", kind=ArgumentError)
+        check_values(sent)
+        read = _Body.read_content(sent, where="the request")
         shown, tokens, chat, painted, prompt, *values = read.values
         named = dict(zip(self._controls.components, values, strict=True))
         choice = self._controls.choice(named, painted or {}, str(prompt or ""))

@@ -269,8 +269,12 @@ def _nothing(value: Any, source: Source) -> None:
 
 
 def _text(value: Any, source: Source) -> Any:
-    if isinstance(value, str):
+    if type(value) is str:
         return value
+
+    # What extends text, such as the names in a page's address, is written to files as plain text.
+    if isinstance(value, str):
+        return str.__str__(value)
     must_be(value, "text")
 
 

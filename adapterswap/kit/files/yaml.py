@@ -94,13 +94,18 @@ def _as_plain_lines(content: Any) -> str | None:
     return "\n".join(lines) + "\n"
 
 
+def shipped_folder() -> Path:
+    """The folder of the shipped recipes: in the package or, in a checkout, beside it."""
+    package = Path(__file__).parents[2]
+    installed = package / "shipped_recipes"
+    if installed.is_dir():
+        return installed
+    return package.parent / "recipes"
+
+
 def shipped_recipes(kind: str = "") -> dict[str, Path]:
     """The shipped recipes as name → file; with `kind`, only those in that folder, such as `train`."""
-    package = Path(__file__).parents[2]
-    folder = package / "shipped_recipes"
-    if not folder.is_dir():  # a checkout
-        folder = package.parent / "recipes"
-
+    folder = shipped_folder()
     recipes = sorted((folder / kind).rglob("*.yaml"))
     return {path.relative_to(folder).with_suffix("").as_posix(): path for path in recipes}
 

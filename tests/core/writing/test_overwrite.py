@@ -263,8 +263,8 @@ def test_no_analysis_over_the_table_that_it_draws(here: Path, run: Run) -> None:
 def test_no_copies_over_the_shipped_recipes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from adapterswap.kit.files import yaml as shipped
 
-    shutil.copytree(shipped._folder(), tmp_path / "recipes")
-    monkeypatch.setattr(shipped, "_folder", lambda: tmp_path / "recipes")
+    shutil.copytree(shipped.shipped_folder(), tmp_path / "recipes")
+    monkeypatch.setattr(shipped, "shipped_folder", lambda: tmp_path / "recipes")
     before = snapshot(tmp_path)
     result = run("recipes", "cp", "compose/llama-3.1-8b/swahili", tmp_path / "recipes", "--overwrite")
     assert (result.exit_code, "overlaps the input" in result.stderr) == (3, True)

@@ -161,7 +161,7 @@ def test_a_copy_works_by_itself(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     assert "recipes cat" in astray.stderr
     again = run("recipes", "cp", *names, target, exit_code=3)
     assert "--overwrite" in again.stderr
-    monkeypatch.setattr("adapterswap.kit.files.yaml.shipped_recipes", lambda kind="": {})
+    monkeypatch.setattr("adapterswap.kit.files.yaml.shipped_folder", lambda: tmp_path / "nothing")
     assert [RecipeFile.read(target / name).content for name in output["recipes"]] == whole
     assert "# unconfirmed" in (target / "data" / "swahili.yaml").read_text(encoding="utf-8")
 

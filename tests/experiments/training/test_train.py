@@ -140,12 +140,13 @@ def test_the_same_recipe_gives_the_same_bytes(tmp_path: Path, make_recipe: MakeR
 
 
 KILLED = """
+import json
 import sys
 from pathlib import Path
 from killing import hold, on_touch
 from adapterswap.experiments.training import TrainRecipe, train
 on_touch(sys.argv[2] + ".checkpoints/checkpoint-15", hold)
-train(TrainRecipe.model_validate_json(Path(sys.argv[1]).read_text()), out_path=sys.argv[2], progress=False)
+train(TrainRecipe.model_validate(json.loads(Path(sys.argv[1]).read_text())), out_path=sys.argv[2], progress=False)
 """
 
 
