@@ -7,7 +7,7 @@ adapterswap would take; if it is another source's, that is a note, and if it is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from adapterswap.core.companions.companions import CompanionPlan, Companions
@@ -73,7 +73,7 @@ def _others(folder: Path, plan: CompanionPlan) -> Beside:
     """A folder's other companions against those of their expected owners and of the other sources."""
     ours, result = Companions(folder), Beside()
     for kind, expected in plan.owners.items():
-        stated = replace(expected, differing={})
+        stated = expected._replace(differing={})
         if not ours.has(kind):
             result += Beside(notes=(f"{stated}, but the folder has none",))
             continue

@@ -9,7 +9,7 @@ together.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from adapterswap.core.changes.kinds import Whole
@@ -103,7 +103,7 @@ def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
                 ours, copy = (Comparable.of(one.tensor, files[one.path]) for one in both)
                 if ours.is_one_with(copy):
                     continue
-            weights[name] = replace(weight, tied=())
+            weights[name] = weight._replace(tied=())
             weights[f"{head}.weight"] = Weight(
                 head, weight.in_features, weight.out_features, embedding=False, transposed=False
             )

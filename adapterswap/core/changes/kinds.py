@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -201,8 +201,7 @@ Change = LowRank | Whole | Opaque
 _Kind = TypeVar("_Kind", bound=Change, covariant=True)
 
 
-@dataclass(frozen=True)
-class Term(Generic[_Kind]):
+class Term(NamedTuple, Generic[_Kind]):
     """One expert's part in a slot: its coefficient c, and its change.
 
     `side` is the average through which the expert enters, if the rule treats averages as wholes; else the expert.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,16 +27,14 @@ _REMEDY = "Pass the base that the experts adapt as `base_model`"
 _MERGE_WITH_PEFT = "Compose it into an adapter with `compose`, and merge that with PEFT's merge_and_unload"
 
 
-@dataclass(frozen=True)
-class Located:
+class Located(NamedTuple):
     """An adapter's change of one stored tensor; `module` is the module's name in PEFT."""
 
     module: str
     change: Change
 
 
-@dataclass(frozen=True)
-class TiedHead:
+class TiedHead(NamedTuple):
     """The names of an embedding and of the head that the config ties to it.
 
     At least one of them is stored. If both are, transformers loads both: they may differ.
@@ -133,7 +131,7 @@ def with_head(parameters: Mapping[str, StoredTensor], tied: TiedHead | None) -> 
     for name, parameter in parameters.items():
         with_tied[name] = parameter
         if name == tied.source(absent, parameters):
-            with_tied[absent] = replace(parameter, name=absent, module=absent.rpartition(".")[0])
+            with_tied[absent] = parameter._replace(name=absent, module=absent.rpartition(".")[0])
     return with_tied
 
 

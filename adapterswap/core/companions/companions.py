@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from adapterswap.core.companions.config import ConfigDifferences
 from adapterswap.core.companions.files import (
@@ -178,8 +178,7 @@ _DIFFERENCES: Mapping[Kind, Callable[[Companions, Companions], tuple[str, ...]]]
 }
 
 
-@dataclass(frozen=True)
-class Ownership:
+class Ownership(NamedTuple):
     """Whose companions of one kind a result takes.
 
     Attributes:
@@ -190,7 +189,7 @@ class Ownership:
 
     kind: Kind
     owner: str
-    differing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    differing: Mapping[str, tuple[str, ...]] = {}
 
     def __str__(self) -> str:
         """One line, such as `tokenizer: swahili's (math's and the base's differ: eos, chat template)`."""
@@ -217,8 +216,7 @@ def _whose(name: str) -> str:
     return f"{name}'s"
 
 
-@dataclass(frozen=True)
-class CompanionPlan:
+class CompanionPlan(NamedTuple):
     """Whose companions a result takes.
 
     Attributes:
@@ -263,7 +261,7 @@ class CompanionPlan:
             both = {}
             for name in {**tokenizer.differing, **template.differing}:
                 both[name] = (*tokenizer.differing.get(name, ()), *template.differing.get(name, ()))
-            owners["tokenizer"] = replace(tokenizer, differing=both)
+            owners["tokenizer"] = tokenizer._replace(differing=both)
             del owners["chat_template"]
         lines += [str(ownership) for ownership in owners.values() if ownership.differing]
 
@@ -319,7 +317,7 @@ class CompanionPlan:
         """The same for a result that cannot have this tokenizer, and so neither its templates nor its settings."""
         left_out = ("tokenizer", "chat_template", "generation")
         owners = {kind: ownership for kind, ownership in self.owners.items() if kind not in left_out}
-        return replace(self, owners=owners, united=None)
+        return self._replace(owners=owners, united=None)
 
     def as_json(self) -> dict[str, Any]:
         """Each kind's owner, and who differs in what, as plain data."""
@@ -429,7 +427,7 @@ class CompanionPlan:
             united = unite(experts, base, rows=rows, chosen=tokenizer)
             if united is not None:
                 if tokenizer is None and not united.added:
-                    united = replace(united, owner=_plainest("tokenizer", united.owner, folders))
+                    united = united._replace(owner=_plainest("tokenizer", united.owner, folders))
                 owners["tokenizer"] = _tokenizer(united, compared)
 
         # Every other kind: the first one's that has any

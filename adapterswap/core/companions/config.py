@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.kit.files.text import shown
 
@@ -61,8 +60,7 @@ class _Missing:
 MISSING = _Missing()
 
 
-@dataclass(frozen=True)
-class ConfigDifferences:
+class ConfigDifferences(NamedTuple):
     """Where two configs differ.
 
     Attributes:

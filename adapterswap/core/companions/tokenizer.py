@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from adapterswap.core.companions.files import TEMPLATE_FILES, TOKENIZER_FILES, VOCABULARY_FILES, copy_files
 from adapterswap.core.companions.parts import FAST, TOKEN_PARTS, differing_parts
@@ -24,8 +24,7 @@ BASE_FOLDER = "base"  # no expert can have this name
 _REMEDY = "Save the tokenizer beside the adapter again, with tokenizer.save_pretrained(FOLDER)"
 
 
-@dataclass(frozen=True)
-class United:
+class United(NamedTuple):
     """One tokenizer for several experts.
 
     Attributes:
@@ -35,7 +34,7 @@ class United:
     """
 
     owner: str
-    added: Mapping[int, Path] = field(default_factory=dict)
+    added: Mapping[int, Path] = {}
     others: tuple[str, ...] = ()
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from adapterswap.core.experts.gates import REFUSED, Settings, check
 from adapterswap.core.experts.keys import (
@@ -159,8 +159,7 @@ _ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."  # the first numbered segment
 _MOST_NAMES = 19
 
 
-@dataclass(frozen=True)
-class Targets:
+class Targets(NamedTuple):
     """The modules that an adapter's config targets, as PEFT's `check_target_module_exists` decides it.
 
     Attributes:

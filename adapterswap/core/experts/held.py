@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain
 from adapterswap.core.experts.keys import (
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from adapterswap.core.experts.trial import PeftTrial
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What an adapter holds: the tensors in its file that PEFT loads.
 
     Attributes:
@@ -68,7 +67,7 @@ class Held:
     saved: Mapping[str, Mapping[str, Tensor]]
     parameters: Collection[str] = ()
     ignored: tuple[str, ...] = ()
-    tied: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    tied: Mapping[str, Mapping[str, Tensor]] = {}
 
     @staticmethod
     def of(keys: SortedKeys, config: AdapterConfig, file: TensorFile, folder: Path, problems: Problems) -> Held:

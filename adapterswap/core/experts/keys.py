@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.gates import Keys, check
@@ -35,8 +34,7 @@ TASK_HEADS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class PeftKind:
+class PeftKind(NamedTuple):
     """A `peft_type` whose modules can be copied one by one.
 
     Attributes:
@@ -54,7 +52,7 @@ class PeftKind:
 
     title: str
     parts: frozenset[str]
-    patterns: Mapping[str, str] = field(default_factory=dict)
+    patterns: Mapping[str, str] = {}
     shared: tuple[str, ...] = ()
     inert: frozenset[str] = frozenset()
     forms: frozenset[str] = frozenset()

@@ -22,10 +22,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.model.layers import (
     Kind,
@@ -197,8 +196,7 @@ def _is_saved_to_adapt(config: Any) -> bool:
     return not saved or saved[0] == getattr(language, "__name__", None) or config.get_text_config() is not config
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """The weight of a module that LoRA can adapt.
 
     Attributes:
@@ -242,8 +240,7 @@ def shape_of(module: Any) -> Shape | None:
     return None
 
 
-@dataclass(frozen=True)
-class ExpertRows:
+class ExpertRows(NamedTuple):
     """Rows `start` to `stop` of one expert's matrix in a mixture."""
 
     expert: int
@@ -251,8 +248,7 @@ class ExpertRows:
     stop: int
 
 
-@dataclass(frozen=True)
-class FusedParameter:
+class FusedParameter(NamedTuple):
     """A parameter with a matrix for each expert: (experts, rows, columns).
 
     Attributes:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,8 +122,7 @@ _WEIGHT_FILES = [
 _RECORDS = [PROVENANCE, TRAINING_RECORD]
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One stored tensor of a checkpoint.
 
     Attributes:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from adapterswap.core.model.architectures import Architecture, architecture_of
 from adapterswap.core.model.lengths import Lengths
@@ -262,8 +261,7 @@ def before_layers(container: str) -> str:
     return "".join(f"{part}." for part in parts)
 
 
-@dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(NamedTuple):
     """The content of a model's config.json, and what it says about the language model."""
 
     content: Mapping[str, Any]
@@ -364,8 +362,7 @@ def _is_depth(value: Any) -> bool:
     return type(value) is int and 0 < value <= MAX_LAYERS
 
 
-@dataclass(frozen=True)
-class Depth:
+class Depth(NamedTuple):
     """How deep a model is: its number of layers, or that of each stack of a model with an encoder and a decoder."""
 
     num_layers: NumLayers
@@ -462,8 +459,7 @@ def format_layers(layers: Iterable[int]) -> str:
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER
 
 
-@dataclass(frozen=True)
-class KeptLayers:
+class KeptLayers(NamedTuple):
     """The layers that a slice keeps, by stack; under None, those of any stack."""
 
     by_stack: Mapping[Stack | None, frozenset[int]]

@@ -8,8 +8,7 @@ already states the stretched length (Gemma 3), unless they are YaRN's.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # What configs call the number of positions. The smallest of those that a config has counts.
 _STATED = (
@@ -25,8 +24,7 @@ _STATED = (
 )
 
 
-@dataclass(frozen=True)
-class Lengths:
+class Lengths(NamedTuple):
     """The lengths that a config states, in tokens.
 
     Attributes:

@@ -8,14 +8,12 @@ methods in `_METHODS` that say so, and assumed of no other.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.model.layers import ModelConfig
 
 
-@dataclass(frozen=True)
-class Quantization:
+class Quantization(NamedTuple):
     """A method of quantization.
 
     Attributes:

@@ -369,8 +369,7 @@ def same_base(one: str | None, other: str | None) -> bool:
 _ALL_WEIGHTS = "model*.safetensors"
 
 
-@dataclass(frozen=True)
-class Records:
+class Records(NamedTuple):
     """What the files of records beside an expert's weights say."""
 
     folder: Path

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
@@ -22,8 +22,7 @@ from adapterswap.core.planning.facts import BaseFacts
 from adapterswap.kit.errors import AdapterswapError, ExpertError, Problems
 
 
-@dataclass(frozen=True)
-class Aligned:
+class Aligned(NamedTuple):
     """Experts with one name for each module of their base, as far as it is known.
 
     Attributes:
@@ -83,7 +82,7 @@ def align(experts: Mapping[str, Adapter], base: BaseFacts) -> Aligned:
     try:
         model = Base.at(Source.of_base(reference).folder, reference)
     except AdapterswapError as error:
-        return replace(unchanged, unreadable=error)
+        return unchanged._replace(unreadable=error)
 
     renamed, misnamed = dict(experts), list[AdapterswapError]()
     for name, adapter in experts.items():

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
@@ -29,8 +30,7 @@ from adapterswap.kit.errors import AdapterswapError, Problems
 from adapterswap.kit.files.text import expand
 
 
-@dataclass(frozen=True)
-class FoundDepth:
+class FoundDepth(NamedTuple):
     """A base's number of layers.
 
     Attributes:
@@ -48,7 +48,7 @@ class FoundDepth:
     actual: NumLayers | None = None
     requested: NumLayers | None = None
     required: bool = False
-    base: BaseFacts = field(default_factory=BaseFacts)
+    base: BaseFacts = BaseFacts()
     notes: tuple[str, ...] = ()
 
 

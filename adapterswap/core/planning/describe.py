@@ -7,8 +7,7 @@ nothing depends on the colours.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Depth, Kind, ModuleName, NumLayers, Stack, format_layers
@@ -23,8 +22,7 @@ _SHOWN = 8  # experts in a summary
 _LEGEND = 200  # characters of a summary's legend
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """What the strip shows of one module: its place, and its owner or blend.
 
     The average of several experts counts as an owner. `stack` is set only for models with an encoder and a decoder.
@@ -37,8 +35,7 @@ class Mark:
     stack: Stack | None = None
 
 
-@dataclass(frozen=True)
-class Composed:
+class Composed(NamedTuple):
     """An expert that was composed itself, as its own record says.
 
     Where it is the only expert of a result, the strip shows its owners: its own name would say nothing.
@@ -86,7 +83,7 @@ class Composed:
         if rule is None or mark.owner != self.name:
             return mark
         blend = "" if rule.expert else mixture(rule, rule.side_weights(), rule.method)
-        return replace(mark, owner=rule.expert, blend=blend)
+        return mark._replace(owner=rule.expert, blend=blend)
 
 
 def picture(plan: Plan) -> Picture:
@@ -145,8 +142,7 @@ def _shortened(text: str) -> list[str]:
     return [*rows, legend if len(legend) <= _LEGEND else f"{legend[: _LEGEND - 1]}…"]
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """The strip of layers.
 
     Attributes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +47,7 @@ class Pair(NamedTuple):
     theirs: tuple[object, ...]
 
 
-@dataclass(frozen=True)
-class Fit:
+class Fit(NamedTuple):
     """What a base at hand has of what experts adapt; nothing if no base is at hand.
 
     Attributes:
@@ -60,9 +58,9 @@ class Fit:
     """
 
     reference: str = ""
-    missing: dict[str, list[Part]] = field(default_factory=dict)
-    compared: dict[str, list[Pair]] = field(default_factory=dict)
-    unknown: dict[str, list[Part]] = field(default_factory=dict)
+    missing: Mapping[str, list[Part]] = {}
+    compared: Mapping[str, list[Pair]] = {}
+    unknown: Mapping[str, list[Part]] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -81,7 +79,9 @@ def fit(experts: Mapping[str, Adapter], base: LocalBase) -> Fit:
     if config is None or base.folder is None or base.reference is None:
         return Fit()
 
-    result = Fit(base.reference, {}, {}, {})
+    missing: dict[str, list[Part]] = {}
+    compared: dict[str, list[Pair]] = {}
+    unknown: dict[str, list[Part]] = {}
     for name, adapter in experts.items():
         by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
         others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
@@ -90,10 +90,12 @@ def fit(experts: Mapping[str, Adapter], base: LocalBase) -> Fit:
         model = _model(base.folder, base.reference, adapter.config.task_type) if others else None
         by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
 
-        result.unknown[name] = [part for part in others if part.name not in by_model]
-        result.missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
-        result.compared[name] = [pair for pairs in (*by_files.values(), *by_model.values()) for pair in pairs or ()]
-    return result
+        unknown[name] = [part for part in others if part.name not in by_model]
+        missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
+        compared[name] = []
+        for pairs in (*by_files.values(), *by_model.values()):
+            compared[name] += pairs or ()
+    return Fit(base.reference, missing, compared, unknown)
 
 
 def check_fit(seen: Fit, problems: Problems) -> None:

@@ -100,7 +100,7 @@ def make_plan(
     # One name for each module, as far as the base is at hand.
     aligned = Aligned(opened.adapters) if problems else align(opened.adapters, base)
     check(aligned, problems)
-    opened = replace(opened, experts={**based, **aligned.experts})
+    opened = opened._replace(experts={**based, **aligned.experts})
 
     skipped = base_at_hand or (recorded and composition.base_model is None)
     seen = Fit() if skipped or problems else fit(aligned.experts, base.local)
@@ -337,7 +337,7 @@ def _filled(
             parts = rule.split(weights, apart=True)
         of_rule.append((rule, weights, parts, requested))
 
-    filled = Filled()
+    filled = Filled([], [])
     for slot in slots:
         name, layer, kind = slot.matched_name, slot.layer, slot.kind
         first = next((one for one in of_rule if one[0].matches(name, layer, kind)), None)
@@ -433,7 +433,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
     spans = []
     for span in planned.spans:
         if all(term.expert in having for term in span.terms):
-            terms = [replace(term, change=having[term.expert].change) for term in span.terms]
+            terms = [term._replace(change=having[term.expert].change) for term in span.terms]
             spans.append(replace(span, terms=tuple(terms)))
     if spans and planned.of_tokens:
         return with_rows_of_base(slot, spans, problems)
@@ -471,7 +471,7 @@ def _entering(plan: Plan, having: Mapping[str, Located], problems: Problems) -> 
     for slot in slots:
         for term in slot.terms:
             if term.expert in having and having[term.expert].module == slot.name:
-                yield replace(term, change=having[term.expert].change)
+                yield term._replace(change=having[term.expert].change)
 
 
 def _with_head(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
@@ -71,14 +71,13 @@ def trained_terms(slot: Slot) -> dict[str, Term[Whole]]:
             continue
         earlier = terms.get(term.expert)
         if earlier is None:
-            terms[term.expert] = replace(term, coefficient=term.coefficient + 0.0)
+            terms[term.expert] = term._replace(coefficient=term.coefficient + 0.0)
         else:
-            terms[term.expert] = replace(earlier, coefficient=term.coefficient + earlier.coefficient)
+            terms[term.expert] = earlier._replace(coefficient=term.coefficient + earlier.coefficient)
     return terms
 
 
-@dataclass(frozen=True)
-class Vocabularies:
+class Vocabularies(NamedTuple):
     """The slots with their rows settled, and what that follows from.
 
     Attributes:
@@ -96,12 +95,11 @@ class Vocabularies:
     before: Sequence[Slot] = ()
     composition: Composition | None = None
     table: TokenTable | None = None
-    rows: Mapping[str, Rows] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, Rows] = {}
+    sizes: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True)
-class TokenTable:
+class TokenTable(NamedTuple):
     """The vocabularies of the base and the experts, as far as they are known.
 
     Attributes:
@@ -272,7 +270,7 @@ class Rows:
         """The rows of a slot with these changes; None if nothing changes it as a whole, or nothing says how many."""
         changes = {name: change for name, change in changes.items() if not change.rows}
         heights = {name: change.height for name, change in changes.items()}
-        table = replace(table, size=table.size_of(slot))
+        table = table._replace(size=table.size_of(slot))
         if table.size is None and set(heights.values()) <= {None}:
             return None
         # A method without factors changes the base's own rows. Every expert has at least these.

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
 from adapterswap.core.methods.method import SCALE
@@ -28,8 +28,7 @@ _NOTHING = 1e-12  # a smaller coefficient of the base is a rounding error of the
 _Kind = TypeVar("_Kind", bound=Change)
 
 
-@dataclass(frozen=True)
-class BaseShare:
+class BaseShare(NamedTuple):
     """A part of b·W: the base's weight, or what stands for it in rows that the base lacks.
 
     Attributes:
@@ -256,7 +255,7 @@ class Slot(Terms):
         assert self.rule is not None
         term_of = {term.expert: term for term in self.terms}
         terms = tuple(
-            replace(term_of[expert], side=side, coefficient=coefficient)
+            term_of[expert]._replace(side=side, coefficient=coefficient)
             for (side, expert), coefficient in self.rule.split(weights, apart=apart).items()
             if expert in term_of
         )
@@ -327,7 +326,7 @@ def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
     total = math.fsum(term.coefficient for term in terms)
     even = any(term.coefficient <= 0 for term in terms)
-    return tuple(replace(term, coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
+    return tuple(term._replace(coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:

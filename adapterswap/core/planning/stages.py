@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor
@@ -17,8 +16,7 @@ from adapterswap.core.planning.slots import Slot
 Expert = Adapter | Checkpoint
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A composition, the experts that it names, and those that the caller passed."""
 
     composition: Composition
@@ -26,8 +24,7 @@ class Request:
     experts: Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(NamedTuple):
     """The opened experts of a composition; `recorded` if a record says that they belong together."""
 
     composition: Composition
@@ -40,8 +37,7 @@ class Opened:
         return {name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)}
 
 
-@dataclass(frozen=True)
-class Layered:
+class Layered(NamedTuple):
     """Adapters whose layers have been counted, with the base's number of layers."""
 
     adapters: Mapping[str, Adapter]
@@ -49,16 +45,14 @@ class Layered:
     composition: Composition
 
 
-@dataclass(frozen=True)
-class Ruled:
+class Ruled(NamedTuple):
     """The rules of a composition for a number of layers."""
 
     rules: Sequence[Rule]
     num_layers: NumLayers
 
 
-@dataclass(frozen=True)
-class Skeleton:
+class Skeleton(NamedTuple):
     """The checkpoint like which full weights are written, what messages call it, the full experts, the depth, and the
     requested owner of the config."""
 
@@ -69,16 +63,14 @@ class Skeleton:
     config_from: str | None = None
 
 
-@dataclass(frozen=True)
-class Filled:
+class Filled(NamedTuple):
     """Slots with their terms, and the slots that no rule matches."""
 
-    slots: list[Slot] = field(default_factory=list)
-    uncovered: list[Slot] = field(default_factory=list)
+    slots: list[Slot]
+    uncovered: list[Slot]
 
 
-@dataclass(frozen=True)
-class Rowed:
+class Rowed(NamedTuple):
     """Slots of full weights whose embeddings and heads have the rows of all tokens."""
 
     slots: Sequence[Slot]
@@ -86,8 +78,7 @@ class Rowed:
     rules: Sequence[Rule]
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     """The slots of full weights with all rows, the base's tensors, and its config."""
 
     slots: Mapping[str, Slot]
@@ -95,16 +86,14 @@ class Ends:
     config: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Merging:
+class Merging(NamedTuple):
     """A plan of adapters, and the base into which they are merged."""
 
     plan: Plan
     base: Checkpoint
 
 
-@dataclass(frozen=True)
-class Planned:
+class Planned(NamedTuple):
     """A finished plan.
 
     Attributes:

@@ -38,8 +38,7 @@ _COPIED = 2**20  # bytes of a block to copy, and
 _COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit in a core's cache
 
 
-@dataclass(frozen=True)
-class ResultTensor:
+class ResultTensor(NamedTuple):
     """A tensor of the result: its slot, and its place in a file that is open for writing."""
 
     slot: Slot
@@ -63,8 +62,7 @@ class ResultTensor:
         return prod(shape[:-1]), shape[-1]
 
 
-@dataclass(frozen=True)
-class SourcePart:
+class SourcePart(NamedTuple):
     """The bytes of rows of one source tensor; `expert` is `base` for the base."""
 
     expert: str
@@ -72,8 +70,7 @@ class SourcePart:
     raw: Bytes
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Rows `start` to `stop` of a tensor of the result, with their sources.
 
     For a tensor that is copied, `start` and `stop` count bytes, and `whole` is what they are copied from. Otherwise

@@ -12,9 +12,8 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap import __version__
 from adapterswap.core.experts.keys import LORA
@@ -36,8 +35,7 @@ _MAX_BYTES = 2**20
 _MAX_NAME = 200  # characters of a name or a link
 
 
-@dataclass(frozen=True)
-class Licence:
+class Licence(NamedTuple):
     """A licence as the Hub's cards state it: `license`, and for `other` also `license_name` and `license_link`."""
 
     license: str
@@ -88,8 +86,7 @@ def licence_of(folder: Path) -> Licence | None:
     return Licence(license_id.lower(), name, link)
 
 
-@dataclass(frozen=True)
-class Licences:
+class Licences(NamedTuple):
     """The licence that each expert's card states, by the expert's name."""
 
     stated: Mapping[str, Licence | None]

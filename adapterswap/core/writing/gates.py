@@ -7,8 +7,7 @@ written without them. See also `planning.gates`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adapterswap.core.companions.tokenizer import read_tokens
 from adapterswap.core.experts.config import AdapterConfig
@@ -24,24 +23,21 @@ if TYPE_CHECKING:
     from adapterswap.core.writing.stream import ModelForm  # composing does not need it
 
 
-@dataclass(frozen=True)
-class Requested:
+class Requested(NamedTuple):
     """A plan, and the form in which it is to be written as an adapter."""
 
     plan: Plan
     form: Form
 
 
-@dataclass(frozen=True)
-class LaidOut:
+class LaidOut(NamedTuple):
     """A plan, and the tensors and the config of its adapter."""
 
     plan: Plan
     layout: Layout
 
 
-@dataclass(frozen=True)
-class FullWeights:
+class FullWeights(NamedTuple):
     """A plan of full weights with all numbers, and the form in which they are to be written."""
 
     plan: Plan

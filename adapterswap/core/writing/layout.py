@@ -103,7 +103,7 @@ def _in_dtype(layout: Layout, dtype: str | None) -> Layout:
     """The layout with all tensors in the requested number format, if one is requested."""
     if dtype is None:
         return layout
-    return replace(layout, tensors=tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
+    return layout._replace(tensors=tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
 
 
 def blend_scale(plan: Plan, form: Form) -> float:
@@ -271,7 +271,7 @@ def _fused(
         return OutputTensor(key, _wide_enough(kind, pieces), stored, 1, pieces, view=view)
 
     def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
-        return replace(piece, tensor=replace(piece.tensor, shape=dims))
+        return piece._replace(tensor=replace(piece.tensor, shape=dims))
 
     a = tuple(viewed(piece, (count, piece.tensor.shape[0] // count, into)) for piece in a_pieces)
     yield factor(key_a, a, (count * shape.rank, into), (count, shape.rank, into))

@@ -278,7 +278,7 @@ def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
     slots = {}
     for old, slot in plan.slots.items():
         new = names[old]
-        terms = tuple(replace(term, change=term.change.at(new)) for term in slot.terms)
+        terms = tuple(term._replace(change=term.change.at(new)) for term in slot.terms)
         slots[new] = replace(slot, name=new, terms=terms)
     return replace(plan, slots=slots)
 

@@ -21,7 +21,7 @@ from math import prod
 from numbers import Integral, Real
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -95,8 +95,7 @@ def map_in_threads(compute: Callable[[_Item], _Result], items: Iterable[_Item]) 
 _IN_MEMORY = 64 * 2**20  # bytes
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """The bytes of a tensor, in memory or in a spool's file.
 
     Attributes:
@@ -105,16 +104,16 @@ class Stored:
 
     shape: tuple[int, ...]
     size: int
-    _data: Bytes | None
-    _file: _Unnamed | None
-    _offset: int
+    data: Bytes | None
+    file: _Unnamed | None
+    offset: int
 
     def read(self, shape: tuple[int, ...]) -> Bytes:
         """The bytes; those of a matrix padded with zeros to `shape`, which must be at least as large on each axis."""
-        data = self._data
+        data = self.data
         if data is None:
-            assert self._file is not None
-            data = np.frombuffer(_read(self._file.number, self.size, self._offset), np.uint8)
+            assert self.file is not None
+            data = np.frombuffer(_read(self.file.number, self.size, self.offset), np.uint8)
         if shape == self.shape:
             return data
         grown = np.zeros((*shape, self.size // math.prod(self.shape)), np.uint8)
@@ -245,8 +244,7 @@ class Form:
         return self.max_rank is not None and has_rank and module.total_rank > self.max_rank
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A source tensor, multiplied by `factor`, at `offset` along the output's rank axis.
 
     `rows` marks the rows of B (and so of ΔW) to keep; the others become zero. `cut` is the range of source rows to use,
@@ -352,8 +350,7 @@ class OutputTensor:
         return Dtype(self.dtype).finite_bytes(values, self.key)
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(NamedTuple):
     """A module that was truncated.
 
     Attributes:
@@ -369,8 +366,7 @@ class Reduced:
     written_error: float
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The content of an adapter folder: adapter_config.json as a mapping, and the tensors."""
 
     config: dict[str, Any]

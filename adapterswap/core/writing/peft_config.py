@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapterswap.core.experts.config import scale
 from adapterswap.core.experts.keys import LORA
 from adapterswap.kit.errors import BaseModelError
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """An output module's rank, alpha and scale."""
 
     rank: int

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,8 +134,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
     return total / rows
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A plan whose linear coefficients are numbers.
 
     Attributes:
@@ -144,8 +144,8 @@ class Resolved:
     """
 
     plan: Plan
-    magnitudes: Mapping[str, float] = field(default_factory=dict)
-    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] = field(default_factory=dict)
+    magnitudes: Mapping[str, float] = {}
+    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] = {}
 
     def kept_share(self) -> dict[str, float]:
         """The share of each side's rows that the threshold keeps, over the side's modules."""

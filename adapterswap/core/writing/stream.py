@@ -16,7 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from adapterswap.core.model.checkpoints import MODEL_INDEX
 from adapterswap.core.model.opened_base import choose_device
@@ -109,8 +109,7 @@ class ModelForm:
         return Dtype.NAMES[self.dtype]
 
 
-@dataclass(frozen=True)
-class OutputShard:
+class OutputShard(NamedTuple):
     """A safetensors file to write: its name, its header's bytes, and the place of every tensor in it."""
 
     name: str

@@ -11,9 +11,10 @@ appears whole or not at all, and the same inputs give the same bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint
@@ -79,8 +80,7 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm, owner: Check
     return changed
 
 
-@dataclass(frozen=True)
-class Merged:
+class Merged(NamedTuple):
     """Full weights, ready to be written: the plan with its numbers, the form, the shards.
 
     Attributes:
@@ -95,9 +95,9 @@ class Merged:
     plan: Plan
     form: ModelForm
     shards: tuple[OutputShard, ...]
-    magnitudes: Mapping[str, float] = field(default_factory=dict)
-    kept_rows: Rows = field(default_factory=dict)
-    kept_share: Mapping[str, float] = field(default_factory=dict)
+    magnitudes: Mapping[str, float] = {}
+    kept_rows: Rows = MappingProxyType({})
+    kept_share: Mapping[str, float] = {}
     quantized: Checkpoint | None = None
 
     @property

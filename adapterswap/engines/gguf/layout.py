@@ -281,7 +281,7 @@ def _tensors(adapter: Prepared, places: Mapping[str, _Place]) -> tuple[float, tu
         slot, (a, b) = plan.slots[name], pairs[name]
         lora = slot.terms[0].lora
         factor = scales[name] / common
-        pieces = tuple(replace(piece, factor=piece.factor * factor) for piece in b.pieces)
+        pieces = tuple(piece._replace(factor=piece.factor * factor) for piece in b.pieces)
         if abs(factor - 1) <= np.finfo(np.float32).eps:
             factor, pieces = 1.0, b.pieces
         exact_a = a if a.data is not None else replace(a, dtype="F32")
