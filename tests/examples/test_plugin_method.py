@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from core.writing.test_blends import deltas, handmade
+from launching import commands_in
 from tolerances import close
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin_method"
@@ -39,18 +38,17 @@ def test_the_example_composes_and_verifies(environment: dict[str, str], tmp_path
         handmade(tmp_path / name, layers=2, rank=2, alpha=4, rslora=True, seed=i) for i, name in enumerate(names)
     ]
 
-    def run(*arguments: object) -> str:
-        command = [sys.executable, "-m", "adapterswap", *map(str, arguments)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert process.returncode == 0, process.stderr
-        return process.stdout
-
     sides = ["-t", folders[0], "-l", folders[1], "--num-layers", 2, "--method", "median", "--max-rank", 12]
-    run("compose", *sides, "--scale", 0.5, "--parameter", "softness=0.2", "-o", tmp_path / "out")
+    done = commands_in(
+        environment,
+        ["compose", *sides, "--scale", 0.5, "--parameter", "softness=0.2", "-o", tmp_path / "out"],
+        ["verify", tmp_path / "out", *(f"--expert={name}={tmp_path / name}" for name in names)],
+        ["methods", "--json"],
+    )
+    assert [each.code for each in done] == [0, 0, 0], done
     sources = [deltas(folder) for folder in folders]
     for name, written in deltas(tmp_path / "out").items():
         close(written, 0.5 * np.mean([source[name] for source in sources], axis=0), depth=4)
-    run("verify", tmp_path / "out", *(f"--expert={name}={tmp_path / name}" for name in names))
-    listed = json.loads(run("methods", "--json"))["median"]
+    listed = json.loads(done[-1].stdout)["median"]
     assert listed["defaults"] == {"scale": 1.0, "softness": 0.0}
     assert not listed["built_in"]

@@ -16,7 +16,7 @@ from adapterswap import LiveComposer
 from core.matrix.adapters import Pair
 from core.matrix.architectures import LAYERS, Architecture
 from core.matrix.methods import METHODS, VALUES
-from core.matrix.reference import Changes, changes_in, load_with_peft, logits, recorded_warnings, untied
+from core.matrix.reference import Changes, changes_in, load_with_peft, logits, parameters, recorded_warnings
 
 __all__ = ["OPERATIONS", "Operation", "Result", "Subject"]
 
@@ -98,10 +98,9 @@ def _merged(subject: Subject, plan: Callable[[Pair], adapterswap.Plan] = _swap) 
     with recorded_warnings() as said:
         model, info = subject.architecture.model_class.from_pretrained(folder, output_loading_info=True)
     said |= {f"{what}: {sorted(map(str, keys))}" for what, keys in info.items() if keys}
-    model = untied(model.eval())
-    weights = dict(untied(subject.base).named_parameters())
-    changes = {name: (new.double() - weights[name].double()).detach() for name, new in model.named_parameters()}
-    return Result(changes, logits(model), said)
+    weights = parameters(subject.base)
+    changes = {name: (new.double() - weights[name].double()).detach() for name, new in parameters(model).items()}
+    return Result(changes, logits(model.eval()), said)
 
 
 def _live(subject: Subject) -> Result:

@@ -34,6 +34,7 @@ __all__ = [
     "expert_changes",
     "load_with_peft",
     "logits",
+    "parameters",
     "rounded_otherwise",
     "untied",
     "with_changes",
@@ -86,7 +87,7 @@ def expected(
     """
     combined: Changes = {}
     if composition in METHODS:
-        stored = dict(untied(base).named_parameters())
+        stored = parameters(base)
         for name in task.keys() | language.keys():
             weight = stored[name] if name in stored else torch.zeros_like((task | language)[name])
             changes = [one.get(name, torch.zeros_like(weight, dtype=torch.float64)) for one in (task, language)]
@@ -175,15 +176,20 @@ def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: boo
             inner = getattr(module, "base_layer", None)
             if isinstance(inner, torch.nn.Linear) and inner.bias is None:
                 inner.bias = torch.nn.Parameter(torch.zeros(inner.out_features, dtype=torch.float64))
-    own = dict(untied(base).named_parameters())
-    result = untied(merged.merge_and_unload()).named_parameters()
-    changes = {name: p.detach().double() - (own[name].detach().double() if name in own else 0) for name, p in result}
-    return {name: change for name, change in changes.items() if change.any()}
+    own = parameters(base)
+    changes = {}
+    for name, parameter in parameters(merged.merge_and_unload()).items():
+        change = parameter.detach().double()
+        if name in own:
+            change = change - own[name].detach().double()
+        if change.any():
+            changes[name] = change
+    return changes
 
 
 def rounded_otherwise(base: PreTrainedModel, changes: Changes, seed: int) -> Changes:
     """ΔW that W + ΔW in float32 cannot tell from these: within a few eps of the weight."""
-    weights, generator = dict(untied(base).named_parameters()), torch.Generator().manual_seed(seed)
+    weights, generator = parameters(base), torch.Generator().manual_seed(seed)
     few = 4 * torch.finfo(torch.float32).eps
     return {
         name: change + few * weights[name].detach().double() * (2 * torch.rand(change.shape, generator=generator) - 1)
@@ -206,6 +212,11 @@ def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[
             _, more = load_with_peft(base, expert.folder)
             said |= {text for text in more if not re.search("missing|unexpected", text)}
     return {**changes, **expert.extra}, said
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Every parameter by each of its names: a tied head has one of its own, as in `untied`, without copying a model."""
+    return dict(model.named_parameters(remove_duplicate=False))
 
 
 def untied(base: PreTrainedModel) -> PreTrainedModel:

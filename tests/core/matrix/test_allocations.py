@@ -24,7 +24,7 @@ from tolerances import tolerance
 from transformers import PreTrainedModel
 
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
-from core.matrix.reference import Changes, changes_in, load_with_peft, untied
+from core.matrix.reference import Changes, changes_in, load_with_peft, parameters
 
 Run = Callable[..., Result]
 
@@ -237,8 +237,8 @@ FORMS = [("compose", "--layout", "exact"), ("compose", "--layout", "portable"), 
 
 def differences(base: PreTrainedModel, folder: Path) -> Changes:
     """W' − W of the parameters that a merged model changes, in float64."""
-    own = dict(untied(base).named_parameters())
-    merged = untied(type(base).from_pretrained(folder)).named_parameters()
+    own = parameters(base)
+    merged = parameters(type(base).from_pretrained(folder)).items()
     changes = {name: weight.detach().double() - own[name].detach().double() for name, weight in merged}
     return {name: change for name, change in changes.items() if change.any()}
 

@@ -26,7 +26,16 @@ from core.matrix.adapters import Pair, save_expert
 from core.matrix.architectures import ARCHITECTURES
 from core.matrix.bases import FORMS, write_base
 from core.matrix.operations import OPERATIONS, SWAP, Subject
-from core.matrix.reference import SHARES, Changes, expected, expert_changes, logits, recorded_warnings, untied
+from core.matrix.reference import (
+    SHARES,
+    Changes,
+    expected,
+    expert_changes,
+    logits,
+    parameters,
+    recorded_warnings,
+    untied,
+)  # fmt: skip
 from core.matrix.test_matrix import Prepared, differences
 
 LLAMA = ARCHITECTURES["llama"]
@@ -79,7 +88,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Base]:
 def rounded(base: Base, changes: Changes) -> Changes:
     """W + ΔW rounded to the dtype in which W is stored, as a ΔW."""
     stored = adapterswap.open_checkpoint(base.folder).parameters
-    weights = {name: weight.detach().double() for name, weight in untied(base.model).named_parameters()}
+    weights = {name: weight.detach().double() for name, weight in parameters(base.model).items()}
     short = {name for name, parameter in stored.items() if parameter.tensor.dtype == "BF16"}
     return {
         name: (weights[name] + change).bfloat16().double() - weights[name] if name in short else change
@@ -115,8 +124,7 @@ def test_full_checkpoints(form: str, tmp_path: Path) -> None:
     composition = adapterswap.Composition(task="task", language="language", norms="layer", **SWAP)
     out = adapterswap.merge(adapterswap.compose(composition, experts), out_path=tmp_path / "out")
     task, language, merged = (
-        dict(untied(AutoModelForCausalLM.from_pretrained(folder)).named_parameters())
-        for folder in (*experts.values(), out)
+        parameters(AutoModelForCausalLM.from_pretrained(folder)) for folder in (*experts.values(), out)
     )
     for name, tensor in merged.items():
         shares = SHARES["swap"](LLAMA.layer_of(name), LLAMA.is_attention(name))

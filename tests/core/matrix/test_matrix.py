@@ -24,7 +24,7 @@ from core.matrix.architectures import ARCHITECTURES, LAYERS, build
 from core.matrix.expectations import CELLS, SAMPLE, Cell, reason_of
 from core.matrix.methods import METHODS
 from core.matrix.operations import OPERATIONS, Result, Subject
-from core.matrix.reference import Changes, expected, expert_changes, logits, rounded_otherwise, untied, with_changes
+from core.matrix.reference import Changes, expected, expert_changes, logits, parameters, rounded_otherwise, with_changes
 
 _FALSE_ALARM = re.compile(
     r"The following (?:alpha|rank)_pattern keys did not match any targeted module and were ignored: "
@@ -141,7 +141,7 @@ def differences(prepared: Prepared, changes: Changes, result: Result, others: Se
     # PEFT warns that it does not find patterns for parameters, although it uses them, as ΔW shows.
     said = {text for text in result.said - prepared.said if not _FALSE_ALARM.fullmatch(text)}
     found = [f"loading it says: {text}" for text in sorted(said)]
-    weights = dict(untied(prepared.base).named_parameters())
+    weights: dict[str, torch.Tensor] = dict(parameters(prepared.base))
     for name in sorted(changes.keys() | result.changes.keys()):
         if name not in weights:  # a bias that the base does not have
             weights[name] = torch.zeros_like(changes[name])

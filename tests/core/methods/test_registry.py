@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from launching import commands_in
 from refusals import refused
 from safetensors.numpy import load_file
 from tolerances import close
@@ -79,11 +80,6 @@ def package(tmp_path: Path) -> dict[str, str]:
         "absent = larger:Absent\nties = larger:Largest\n"
     )
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])}
-
-
-def adapterswap_in(environment: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "adapterswap", *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -200,9 +196,6 @@ def test_the_command_lists_methods(run: Callable[..., Result]) -> None:
 
 @pytest.mark.slow
 def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: Path, tmp_path: Path) -> None:
-    options = ["-t", math, "-l", swahili, "--num-layers", 6, "--max-rank", 64, "--scale", 2]
-    result = adapterswap_in(package, "compose", *options, "--method", "largest", "-o", tmp_path / "out")
-    assert result.returncode == 0, result.stderr
     module = "base_model.model.model.layers.2.mlp.up_proj"
 
     def delta(folder: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -212,27 +205,29 @@ def test_a_package_adds_a_method(package: dict[str, str], math: Path, swahili: P
 
     one, other = delta(math), delta(swahili)
     larger = np.where(np.abs(one) >= np.abs(other), one, other)
-    close(delta(tmp_path / "out"), 2 * larger)
     floor = float(np.median(np.abs(larger)))
-    more = ["--method", "largest", "--parameter", f"floor={floor}", "-o", tmp_path / "floored"]
-    result = adapterswap_in(package, "compose", *options, *more)
-    assert result.returncode == 0, result.stderr
+    options = ["-t", math, "-l", swahili, "--num-layers", 6, "--max-rank", 64, "--scale", 2]
+    compose = ["compose", *options, "--method", "largest"]
+    sources = [f"--expert={place.name}={place}" for place in (math, swahili)]
+    done = commands_in(
+        package,
+        [*compose, "-o", tmp_path / "out"],
+        [*compose, "--parameter", f"floor={floor}", "-o", tmp_path / "floored"],
+        ["verify", tmp_path / "floored", *sources],
+    )
+    assert [each.code for each in done] == [0, 0, 0], done
+    close(delta(tmp_path / "out"), 2 * larger)
     close(delta(tmp_path / "floored"), 2 * np.where(np.abs(larger) < floor, 0, larger))
     recorded = json.loads((tmp_path / "floored" / "adapterswap.json").read_text())["composition"]
     assert (recorded["floor"], recorded["scale"]) == (floor, 2.0)
-    sources = [f"--expert={place.name}={place}" for place in (math, swahili)]
-    assert adapterswap_in(package, "verify", tmp_path / "floored", *sources).returncode == 0
-    for wrong in ("floor=1", "flor=0.5", "floor", "floor="):
-        refused = adapterswap_in(
-            package, "compose", *options, "--method", "largest", "--parameter", wrong, "-o", tmp_path / "no"
-        )
-        assert refused.returncode in (1, 2)
-        assert not (tmp_path / "no").exists()
-    listed = adapterswap_in(package, "compose", "-t", math, "-l", swahili, "--method", "largst", "-o", tmp_path / "no")
-    assert listed.returncode == 2
+    no = ["-o", tmp_path / "no"]
+    wrong = [[*compose, "--parameter", text, *no] for text in ("floor=1", "flor=0.5", "floor", "floor=")]
+    refused = commands_in(package, *wrong, ["compose", *options, "--method", "largst", *no])
+    assert all(each.code in (1, 2) for each in refused)
+    assert refused[-1].code == 2
+    (without,) = commands_in(dict(os.environ), [*compose, *no])
+    assert without.code == 2
     assert not (tmp_path / "no").exists()
-    without = adapterswap_in(dict(os.environ), "compose", *options, "--method", "largest", "-o", tmp_path / "no")
-    assert without.returncode == 2
 
 
 @pytest.mark.parametrize("name", ["wrong", "unfinished", "absent", "older", "taken", "otherwise"])

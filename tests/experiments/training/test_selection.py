@@ -19,7 +19,6 @@ import yaml
 from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
-from lm_eval.tasks import TaskManager
 from peft import PeftModel
 from refusals import refused
 from safetensors.torch import load_file
@@ -29,7 +28,6 @@ import adapterswap
 from adapterswap import layer_swap, suggest
 from adapterswap.core.experts.adapter import open_adapter
 from adapterswap.experiments.evaluation import Settings, evaluate_model, exam
-from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
 from adapterswap.experiments.training import TrainRecipe, TrainReport, estimate, train
 from adapterswap.experiments.training.selection import (
     JudgedCheckpoint,
@@ -40,6 +38,7 @@ from adapterswap.experiments.training.selection import (
 )
 from adapterswap.kit.errors import AdapterswapError, DependencyError, FieldError, RunError
 from adapterswap.kit.files.yaml import shipped_recipes
+from experiments.harness_tasks import known_tasks
 
 from .conftest import echo_rows, make_expert, recipe_maker, word_tokenizer
 from .spying import spied
@@ -463,10 +462,9 @@ def test_maths_in_the_target_language_is_reported() -> None:
 def test_shipped_selections_name_tasks_that_the_harness_has() -> None:
     fragments = [path for name, path in shipped_recipes("regimes").items() if "/select-" in name]
     assert len(fragments) == 5
-    known = {*TaskManager().all_tasks, *mgsm_task_names()}
     for path in fragments:
         options = SelectionOptions.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))["selection"])
-        assert known.issuperset(options.tasks), path
+        assert known_tasks().issuperset(options.tasks), path
         assert options.notes() == []
 
 

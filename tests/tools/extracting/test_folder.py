@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import Result
+from click.testing import CliRunner, Result
 from crafting import snapshot
+from killing import forked, result
 
 import adapterswap
+from adapterswap.cli import main
 from adapterswap.core.model import opened_base as bases
 from adapterswap.core.writing.peft_config import Shape
 from adapterswap.core.writing.records import read_record
@@ -36,7 +39,7 @@ def test_mps_falls_back_to_the_cpu(checkpoint: Checkpoint, tmp_path: Path, monke
 
 def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     full, base = checkpoint("llama", 1), checkpoint("llama")
-    result = extract(full, base, tmp_path / "out", max_error=0.5)
+    extraction = extract(full, base, tmp_path / "out", max_error=0.5)
     beside = ("chat_template.jinja", "generation_config.json", "tokenizer.json")  # the fine-tune's
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md", "adapter_config.json", "adapter_model.safetensors", "adapterswap.json", *beside
@@ -44,11 +47,11 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["use_rslora"] is True
     assert config["base_model_name_or_path"] == str(base)
-    assert config["target_modules"] == sorted(module.name for module in result.modules)
-    assert len({module.rank for module in result.modules}) > 1
+    assert config["target_modules"] == sorted(module.name for module in extraction.modules)
+    assert len({module.rank for module in extraction.modules}) > 1
     assert config["rank_pattern"]
     adapter = adapterswap.open_adapter(tmp_path / "out")
-    for module in result.modules:
+    for module in extraction.modules:
         opened = adapter.modules[module.name]
         assert (opened.rank, opened.scale, opened.layer, opened.kind) == (module.rank, 1.0, module.layer, module.kind)
         assert (opened.out_features, opened.in_features) == (module.out_features, module.in_features)
@@ -68,11 +71,11 @@ def test_the_files(checkpoint: Checkpoint, tmp_path: Path) -> None:
     }
     assert record["extraction"]["max_error"] == 0.5
     errors = {name: entry["relative_error"] for name, entry in record["extracted"].items()}
-    assert errors == {module.name: module.error for module in result.modules}
+    assert errors == {module.name: module.error for module in extraction.modules}
     assert {entry["reason"] for entry in record["left_out"].values()} == {"norms", "embeddings and heads"}
     assert read_record(tmp_path / "out" / "adapterswap.json") is None  # not a composition
     card = (tmp_path / "out" / "README.md").read_text()
-    assert f"relative error is {result.error:.4f}" in card
+    assert f"relative error is {extraction.error:.4f}" in card
     assert "13 norms" in card
 
 
@@ -136,13 +139,27 @@ def test_killed_at_every_step(checkpoint: Checkpoint, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """RLIMIT_FSIZE stops a write in its middle, as a full disk does: in the waiting factors, and in the record."""
-    command = [sys.executable, "-m", "adapterswap", "extract", str(checkpoint("tiny", 1)), "--base-model"]
-    command += [str(checkpoint("tiny")), "--rank", "1", "-o", str(tmp_path / "new" / "out")]
+    command = ["extract", str(checkpoint("tiny", 1)), "--base-model", str(checkpoint("tiny"))]
+    command += ["--rank", "1", "-o", str(tmp_path / "new" / "out")]
     for limit in (100, 3000):
-        process = subprocess.run(
-            command, capture_output=True, text=True,
-            preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)),
-        )  # fmt: skip
-        assert (process.returncode, process.stdout) == (3, "")
-        assert "cannot be written: file too large. Free some space" in process.stderr
+        code, stdout, stderr = with_a_limit(limit, command)
+        assert (code, stdout) == (3, "")
+        assert "cannot be written: file too large. Free some space" in stderr
         assert list(tmp_path.iterdir()) == []
+
+
+def with_a_limit(size: int, command: list[str]) -> tuple[int, str, str]:
+    """The exit code and the outputs of a command in a child that may write no larger files."""
+    heard, told = os.pipe()
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        ended = CliRunner().invoke(main, command)
+        os.write(told, json.dumps([ended.exit_code, ended.stdout, ended.stderr]).encode())
+
+    child = forked(limited)
+    os.close(told)
+    with os.fdopen(heard, "rb") as stream:
+        code, stdout, stderr = json.loads(stream.read())
+    assert result(child) == 0
+    return code, stdout, stderr
