@@ -26,6 +26,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
+from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiers import left_out
@@ -267,14 +268,20 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 @pytest.fixture(scope="session")
 def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems."""
+    """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems; workers share it."""
     from dataclasses import replace
 
     from adapterswap.experiments.lab import SCENES, LabPlan, Sizes
 
-    folder = tmp_path_factory.mktemp("small-lab") / "lab-run"
-    scene = replace(SCENES["gap"], math_rows=300, language_rows=300)
-    LabPlan.of(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / "small-lab" / "lab-run"
+    with FileLock(root / "small-lab.lock"):
+        if not (folder / "results.json").is_file():
+            folder.parent.mkdir()
+            scene = replace(SCENES["gap"], math_rows=100, language_rows=100)
+            LabPlan.of(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
     return folder
 
 

@@ -11,6 +11,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,11 +45,7 @@ def density(folder: Path) -> Density:
     """Measure all Python files of a folder."""
     counts: Counter[str] = Counter()
     for path in sorted(folder.rglob("*.py")):
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        counts["code"] += len(_lines_of_code(source, tree))
-        counts.update(_expressions(tree))
-        counts.update(_functions(source, tree))
+        counts.update(_counts(path))
 
     per_thousand = 1000 / counts["code"]
     return Density(
@@ -58,6 +55,17 @@ def density(folder: Path) -> Density:
         used_once=counts["used once"] * per_thousand,
         bare=100 * counts["bare"] / counts["long"],
     )
+
+
+@cache
+def _counts(path: Path) -> Counter[str]:
+    """What one file has; it is part of its own folder and of those above."""
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    counts: Counter[str] = Counter(code=len(_lines_of_code(source, tree)))
+    counts.update(_expressions(tree))
+    counts.update(_functions(source, tree))
+    return counts
 
 
 def _lines_of_code(source: str, tree: ast.Module) -> set[int]:

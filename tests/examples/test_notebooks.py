@@ -19,7 +19,7 @@ def script() -> Any:
     return loaded(ROOT / "scripts" / "run_notebooks.py")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)  # the pages call the same functions: docs/python.md with a sweep and its report
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own libraries
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

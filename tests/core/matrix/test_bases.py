@@ -54,14 +54,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]},
 }
 
-# Where a head may be taken for the embedding; in the other forms, two kinds of adapters show which file was read.
+# Where a head may be taken for the embedding; in the other forms, one kind of adapters shows which file was read.
 _HEADS = ("no head", "own head", "no embedding")
 CASES = [
     (form, kind, operation)
-    for form in FORMS
+    for number, form in enumerate(FORMS)
     for kind in KINDS
     for operation in ("merge", "swap", "live")
-    if ALL or (form == "own head" if operation != "merge" else form in _HEADS or kind in ("attention", "both"))
+    if ALL
+    or (form == "own head" if operation != "merge" else form in _HEADS or kind == ("both", "attention")[number % 2])
 ]
 
 

@@ -51,7 +51,7 @@ COMMANDS = {
     "merge": (["merge", "-t", "full-math", "-l", "full-swahili", *LAYERS], "adapterswap.json"),
     "slice": (["slice", "math", "--layers", "0-1", "--num-layers", "4"], "adapterswap.json"),
     "extract": (["extract", "tuned", "--base-model", "untuned", "--rank", "1"], "adapterswap.json"),
-    "analyze": (["analyze", "math", "swahili"], "analysis.json"),
+    "analyze": (["analyze", "math"], "analysis.json"),
     "recipes": (["recipes", "cp", "compose/llama-3.1-8b/swahili"], None),
 }
 

@@ -51,6 +51,7 @@ def lora_layers(composing: LiveComposer) -> list[Any]:
     return [module for module in composing.model.modules() if hasattr(module, "lora_A")]
 
 
+@pytest.mark.sampled(5)  # an alpha in a swap, and a padded rank in a blend
 @pytest.mark.parametrize("name", ZONES)
 @pytest.mark.parametrize(
     ("options", "target_rank"),

@@ -98,8 +98,9 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Its name occurs in none of the harness's files: each in which it occurs would be read.
 CHOICE = """
-task: choice
+task: yes_or_no_here
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
@@ -142,10 +143,10 @@ def test_training_and_evaluation_begin_alike(
     (tmp_path / "rows.json").write_text(json.dumps([{"question": "1 + 1 = 2?"}]))
     (tmp_path / "choice.yaml").write_text(CHOICE.replace("DATA", str(tmp_path / "rows.json")))
     chosen = settings(apply_chat_template=template is not None, include_path=tmp_path)
-    for tasks in (TASK, ["choice"]):
+    for tasks in (TASK, ["yes_or_no_here"]):
         evaluate_model(byte_model[0], tokenizer, tasks, chosen)
     (generating,), (scoring,) = (
-        preview(tokenizer, byte_model[0].config, tasks, chosen) for tasks in (TASK, ["choice"])
+        preview(tokenizer, byte_model[0].config, tasks, chosen) for tasks in (TASK, ["yes_or_no_here"])
     )
     for ids, previewed, answer in ((seen["generate"], generating, ""), (seen["score"], scoring, "yes")):
         assert [*ids[: begins + 1]].count(1) == begins

@@ -38,6 +38,7 @@ def test_the_pages_ask_in_the_form_of_training(page: str) -> None:
             assert ("--apply-chat-template" in line) is _CHATS[base[1]], line
 
 
+@pytest.mark.sampled(3)  # test_commands.py reads them all
 @pytest.mark.parametrize("name", train_recipes("llama-3.1-8b-instruct"))
 def test_it_trains(name: str, standin: Base, tmp_path: Path) -> None:
     check_that_it_trains(name, standin, tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pictures import check_figure, check_files, drawn_texts
+from tiers import ALL
 
 from adapterswap.experiments.reporting import Report
 from adapterswap.experiments.reporting.figures import PlannedFigure, plan_figures
@@ -63,13 +64,15 @@ def test_every_figure_is_readable(written: Written, truncated: Report, width: fl
 
 
 def test_files_have_their_fonts_and_the_same_bytes(truncated: Report, tmp_path: Path) -> None:
-    for folder in (tmp_path / "a", tmp_path / "b"):
+    figures = plan_figures(truncated)[0]
+    again = figures if ALL else figures[::3]
+    for folder, drawn in ((tmp_path / "a", figures), (tmp_path / "b", again)):
         folder.mkdir()
-        for each in plan_figures(truncated)[0]:
+        for each in drawn:
             STYLE.save(each.draw(3.25), folder, each.name)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    for each in plan_figures(truncated)[0]:
+    for path in (tmp_path / "b").iterdir():
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+    for each in figures:
         check_files(tmp_path / "a", each.name, 3.25)
 
 

@@ -29,6 +29,9 @@ WRITERS: dict[str, tuple[Words, Words]] = {
     "report": (("report", "run"), ("report", "run", "--reference", "soup")),
 }  # fmt: skip
 
+# They take seconds for their figures, and write into a folder as the others do.
+DRAWING = {"analyze", "report"}
+
 
 def commands(*names: str) -> dict[str, list[Words]]:
     """Both runs of these commands, to which only the output's path is to be added; by default of all."""
