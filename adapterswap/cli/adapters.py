@@ -231,7 +231,8 @@ def slice_command(
         for remark in plan.notes:
             note(remark)
 
-    result.report(lambda: content, show)
+    base = prepared.layout.config["base_model_name_or_path"]
+    result.report(lambda: content, show, base=base)
 
 
 def _loaded_bytes(adapter: Adapter) -> int:
@@ -372,7 +373,9 @@ def extract_command(
             embeddings=embeddings, dtype=dtype, config_from=config_from, device=device, overwrite=result.overwrite,
             dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
-    result.report(lambda: _extraction_as_json(extraction), lambda: _print_extraction(extraction, max_error))
+    result.report(
+        lambda: _extraction_as_json(extraction), lambda: _print_extraction(extraction, max_error), base=base_model
+    )
 
 
 def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:

@@ -144,7 +144,8 @@ def compose_command(
     if not result.dry_run:
         with working("writing"):
             prepared.write(result.out_path, overwrite=result.overwrite)
-    result.report(lambda: _adapter_as_json(prepared), lambda: _print_adapter(prepared))
+    base = prepared.layout.config["base_model_name_or_path"]
+    result.report(lambda: _adapter_as_json(prepared), lambda: _print_adapter(prepared), base=base)
 
 
 @contextmanager

@@ -234,10 +234,17 @@ class Push(NamedTuple):
             url = publish(folder, self.repo, **self.settings)
         note(f"uploaded: {url}")
 
-    def announce(self) -> None:
-        """Say what would be uploaded, in a dry run, and what was not checked."""
+    def announce(self, base: str | None = None) -> None:
+        """Say what would be uploaded, in a dry run, and what was not checked.
+
+        Args:
+            base: the base that the adapter's config will name; None if it is unknown, or if full weights are written.
+        """
         if self.repo is None:
             return
+        from adapterswap.cli.upload import check_public_base
+
+        check_public_base(base, "The adapter would not be uploaded")
         branch = ""
         if self.settings["revision"]:
             branch = f", branch {self.settings['revision']}"
@@ -267,12 +274,17 @@ class Writing(NamedTuple):
         """The options of commands that write an adapter or a model."""
         return cls(out_path, overwrite, dry_run, as_json, push)
 
-    def report(self, content: Callable[[], Mapping[str, Any]], show: Callable[[], None]) -> None:
-        """Upload what was written, then let `show` print, or print `content` as JSON and the warnings of `show`."""
+    def report(
+        self, content: Callable[[], Mapping[str, Any]], show: Callable[[], None], *, base: str | None = None
+    ) -> None:
+        """Upload what was written, then let `show` print, or print `content` as JSON and the warnings of `show`.
+
+        `base` is what an adapter's config names, if this is known before it is written.
+        """
         if self.push is not None and not self.dry_run:
             self.push.upload(self.out_path)
         elif self.push is not None:
-            self.push.announce()
+            self.push.announce(base)
         if self.as_json:
             print_json({"out_path": self.out_path, "written": not self.dry_run, **content()})
             with only_warnings():

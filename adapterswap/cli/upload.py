@@ -26,14 +26,16 @@ def check_repository(repo: str) -> None:
         ) from None
 
 
-def _check_public(folder: Path) -> None:
-    """Refuse an adapter that names its base by a path of this machine, from which nobody else can load it."""
-    if not os.path.exists(folder / CONFIG):
-        return
-    base = read_json(folder / CONFIG).get("base_model_name_or_path")
+def check_public_base(base: object, refused: str) -> None:
+    """Refuse an adapter that names its base by a path of this machine, from which nobody else can load it.
+
+    Args:
+        base: what the adapter's config has, or will have, as its base.
+        refused: how the message begins.
+    """
     if isinstance(base, str) and (os.path.isabs(base) or os.path.exists(base)):
         raise OutputError(
-            f"{folder} was written but not uploaded: its {CONFIG} names the base by a path of this machine, {base}",
+            f"{refused}: its {CONFIG} names the base by a path of this machine, {base}",
             "Compose it with `base_model=org/name`, or correct `base_model_name_or_path` in that file; then upload the "
             "folder with `hf upload`",
             parameter="push_to_hub",
@@ -66,7 +68,9 @@ def publish(
     check_repository(repo)
     if not os.path.isdir(path := expand(folder)):
         raise NotFoundError(f"{folder} is not a folder", "Pass the folder to upload", parameter="folder")
-    _check_public(path)
+    if os.path.exists(path / CONFIG):
+        base = read_json(path / CONFIG).get("base_model_name_or_path")
+        check_public_base(base, f"{folder} was written but not uploaded")
     message = commit_message or "Upload a folder written by adapterswap"
     try:
         api = HfApi()

@@ -183,6 +183,9 @@ def test_every_command_that_writes_an_expert_uploads_it(
         assert result.exit_code == 3
         assert f"by a path of this machine, {folder}" in result.stderr
         assert not hub.files
+
+        rehearsed = online(*cut, "--overwrite", "--dry-run", exit_code=3)
+        assert f"by a path of this machine, {folder}" in rehearsed.stderr
         return
     assert result.exit_code == 0, result.stderr
     assert hub.files == contents(out)
@@ -267,3 +270,23 @@ def test_nothing_is_uploaded_without_push(hub: Hub, run: Run, math: Path, tmp_pa
     )
     assert not hub.created
     assert "would be uploaded to a/b (private if it is new). Not checked: the login" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["compose", "slice"])
+def test_a_dry_run_refuses_what_the_upload_would_refuse(
+    command: str, hub: Hub, run: Run, math: Path, base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Here the config would name the base by its folder: the line `would be uploaded` was untrue."""
+    folder, out = base("llama"), tmp_path / "x"
+    config = json.loads((math / "adapter_config.json").read_text())
+    (math / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
+    arguments: tuple[object, ...] = ("compose", "-t", math, "-l", "base", *ONE)
+    if command == "slice":
+        arguments = ("slice", math, "--layers", "0-1")
+
+    result = run(*arguments, "-o", out, "--push-to-hub", "a/b", "--dry-run", exit_code=3)
+
+    assert f"by a path of this machine, {folder}" in result.stderr
+    assert "would be uploaded to" not in result.stderr
+    assert not out.exists()
+    assert not hub.created
