@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import click
 
 from adapterswap.cli.options import Count, Folder, Json, Output
-from adapterswap.cli.output import echo, is_quiet, note, note_dry_run, note_output, print_json, print_line, print_table
+from adapterswap.cli.output import (
+    echo,
+    is_quiet,
+    note,
+    note_dry_run,
+    note_output,
+    print_json,
+    print_line,
+    print_table,
+    resumable,
+)
 from adapterswap.cli.signature import declare
 from adapterswap.kit.progress import Progress, ProgressRow
 
@@ -142,7 +152,7 @@ def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool
             print_line("methods", ", ".join(content["methods"]))
             note_dry_run("evaluated")
         return
-    with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
+    with resumable(overwrite=overwrite), Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
         stages = _Stages(bars)
         result = plan.run(tell=stages.tell)
         stages.finish()

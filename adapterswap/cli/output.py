@@ -226,6 +226,20 @@ def print_line(label: str, text: str) -> None:
 
 
 @contextmanager
+def resumable(*, overwrite: bool, shown: bool = True) -> Iterator[None]:
+    """After Ctrl-C, say that what is finished is kept, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not shown:
+            raise
+        again = "the command again"
+        if overwrite:
+            again += ", without `overwrite`,"
+        raise KeyboardInterrupt(f"What was finished is kept. Run {again} to resume.") from None
+
+
+@contextmanager
 def working(label: str, *, shown: bool = True) -> Iterator[ProgressRow]:
     """Show progress of unknown length; nothing may be printed meanwhile."""
     with Progress(shown=shown and not is_quiet()) as progress:

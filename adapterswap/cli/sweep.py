@@ -41,6 +41,7 @@ from adapterswap.cli.output import (
     print_json,
     print_line,
     print_rows,
+    resumable,
     working,
 )
 from adapterswap.cli.signature import declare
@@ -169,7 +170,11 @@ def sweep_command(
             note_dry_run("evaluated")
         return
 
-    with together(device) as processes, _progress(shown=processes.main) as tell:
+    with (
+        together(device) as processes,
+        resumable(overwrite=overwrite, shown=processes.main),
+        _progress(shown=processes.main) as tell,
+    ):
         run = sweep(
             prepared, out_path, device=device, dtype=dtype, overwrite=overwrite, ray=ray, workers=workers,
             processes=processes, tell=tell,

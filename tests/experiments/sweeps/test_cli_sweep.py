@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import Result
+
+from adapterswap.experiments.sweeps.recording import Recording
+from adapterswap.experiments.sweeps.results import CellResult
 
 Call = Callable[..., Result]
 
@@ -72,7 +75,22 @@ def test_cells_shared_by_rows_are_judged_once(
     assert (counted["finished"], counted["copied"], counted["requests"], counted["seconds"]) == (2, 1, 0, 0)
 
 
-def test_a_sweep_prints_a_table_and_resumes(run: Call, file: Path, tmp_path: Path) -> None:
+def test_a_sweep_prints_a_table_and_resumes(
+    run: Call, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Recording.add
+
+    def keep_and_end(self: Recording, result: CellResult, samples: Iterable[Mapping[str, Any]]) -> None:
+        keep(self, result, samples)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recording, "add", keep_and_end)
+        ended = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu", "--overwrite")
+    assert ended.exit_code == 130
+    assert "What was finished is kept. Run the command again, without --overwrite, to resume." in ended.stderr
+    assert len((tmp_path / "run" / "cells.jsonl").read_text().splitlines()) == 1
+
     whole = run("sweep", file, "-o", tmp_path / "run", "--device", "cpu")
     assert whole.exit_code == 0, whole.stderr
     assert [line.split()[0] for line in whole.stdout.splitlines()[1:6]] == [
