@@ -41,11 +41,12 @@ _OURS = {
     "--lora": "`experts` names the adapters",
     "--lora-scaled": "`experts` names the adapters",
     "--lora-init-without-apply": "a request without scales would use every adapter",
-    "--api-key": f"other users of this machine could read it. Set {KEY}, or pass --api-key-file",
+    "--api-key": "other users of this machine could read it",
     "--api-prefix": "clients reach it only through adapterswap",
     "--ssl-key-file": "adapterswap speaks plain HTTP",
     "--ssl-cert-file": "adapterswap speaks plain HTTP",
 }
+_INSTEAD = {"--api-key": f"Set {KEY} in the environment instead, or pass --api-key-file"}
 _PROXYS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _PROXYS.add_argument("--host", default="127.0.0.1")
 _PROXYS.add_argument("--port", default=8080, type=int)
@@ -129,7 +130,7 @@ class LlamaLaunch:
             if name in _OURS:
                 raise ArgumentError(
                     f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}",
-                    "Leave it out",
+                    _INSTEAD.get(name, "Leave it out"),
                     parameter="arguments",
                 )
 

