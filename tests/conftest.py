@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import font_subsets
 import hypothesis
 import pytest
 import torch
@@ -69,6 +70,7 @@ def freeze_imports(hundreds: int) -> None:
 
 def pytest_runtest_setup() -> None:
     freeze_imports(len(sys.modules) // 100)
+    font_subsets.keep()
 
 
 LAYERS = 6

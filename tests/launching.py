@@ -6,24 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+FORKED = [sys.executable, str(HERE / "two_processes.py")]
+"""Starts in half the time, for tests of what two processes compute; torchrun itself starts those of training."""
 
 
-def started(*arguments: object) -> subprocess.Popen[str]:
+def started(*arguments: object, by: Sequence[str] = TORCHRUN) -> subprocess.Popen[str]:
     """Start a program (or `-m` and a module) with these arguments in two processes."""
     environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.Popen(
-        [*TORCHRUN, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*by, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
 
 
-def launch(*arguments: object) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: object, by: Sequence[str] = TORCHRUN) -> subprocess.CompletedProcess[str]:
     """The same, run to its end."""
-    with started(*arguments) as run:
+    with started(*arguments, by=by) as run:
         try:
             out, message = run.communicate(timeout=900)
         except BaseException:

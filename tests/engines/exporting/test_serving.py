@@ -113,8 +113,8 @@ def test_two_hundred_requests_at_once_over_twenty_names(world: dict[str, Path], 
     for place, name in enumerate(COMPOSITIONS):
         folder = world[name] if name in world else asw.compose(name, world).write(tmp_path / f"composed-{place}")
         model = adapted(base, folder)
-        expected |= {(name, number): reference(model, prompt, LENGTH) for number, prompt in enumerate(PROMPTS)}
-    requested = [(name, number) for _ in range(2) for name in COMPOSITIONS for number in range(len(PROMPTS))]
+        expected |= {(name, number): reference(model, prompt, LENGTH) for number, prompt in enumerate(PROMPTS[:2])}
+    requested = [(name, number) for _ in range(5) for name in COMPOSITIONS for number in range(2)]
     np.random.default_rng(0).shuffle(requested)
     for place, name in enumerate(DIVIDED):
         composed = asw.compose(name, world).write(tmp_path / f"divided-{place}")

@@ -11,7 +11,7 @@ from typing import Any
 import choices
 import pytest
 from click.testing import Result
-from launching import launch
+from launching import FORKED, TORCHRUN, launch
 from refusals import refused
 from tiers import ALL
 
@@ -89,7 +89,7 @@ def test_two_processes_get_the_results_of_one(folder: Path, memorizer: Model, ki
         case["settings"]["batch_size"] = 2
     (folder / "cases.json").write_text(json.dumps(cases))
     alone = judge(folder, folder / "alone")
-    completed = launch(HERE / "in_processes.py", folder)
+    completed = launch(HERE / "in_processes.py", folder, by=TORCHRUN if ALL else FORKED)
     assert completed.returncode == 0, completed.stderr
 
     one, other = (json.loads((folder / f"told-{rank}.json").read_text()) for rank in (0, 1))

@@ -170,7 +170,7 @@ def test_tables_show_means_spreads_and_paired_differences() -> None:
 
 
 def test_a_failing_seed_leaves_nothing_behind(tmp_path: Path) -> None:
-    broken = replace(SCENES["gap"], math_rows=0)
+    broken = replace(SCENES["gap"], math_rows=0, language_rows=8)
     with pytest.raises(AdapterswapError):
         LabPlan.of(broken, 1, tmp_path / "out", sizes=Sizes(10, 10)).run()
     assert list(tmp_path.iterdir()) == []

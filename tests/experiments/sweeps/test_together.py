@@ -12,7 +12,7 @@ import choices
 import psutil
 import pytest
 import yaml
-from launching import started
+from launching import FORKED, TORCHRUN, started
 from refusals import refused
 from tiers import ALL
 
@@ -76,7 +76,8 @@ def test_two_processes_search_like_one(content: Content, tmp_path: Path) -> None
     alone = sweep(SweepRecipe.model_validate(requested), tmp_path / "alone", device="cpu")
     assert len(alone.rungs) >= 4
     for _ in range(2 if ALL else 1):
-        with started("-m", "adapterswap", *arguments(requested, tmp_path / "together"), "--json") as run:
+        words = ["-m", "adapterswap", *arguments(requested, tmp_path / "together"), "--json"]
+        with started(*words, by=TORCHRUN if ALL else FORKED) as run:
             out, message = run.communicate()
         assert run.returncode == 0, message
         assert json.loads(out)["cells"] == cells(tmp_path / "alone")

@@ -1,0 +1,58 @@
+"""Run a program, or `-m` and a module, in two processes with the variables that torchrun sets.
+
+They are forked from one that has imported the libraries, so that these are imported once and not three times.
+Prints what they print, and ends with the higher of their exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+import datasets  # noqa: F401
+import lm_eval.models.huggingface  # noqa: F401
+import peft  # noqa: F401
+from killing import result
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run(rank: int, port: int, arguments: list[str]) -> int:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    port, children = free_port(), []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            os._exit(run(rank, port, sys.argv[1:]))
+        children.append(child)
+    sys.exit(max(map(result, children)))
