@@ -41,6 +41,7 @@ def expected_of(case: str, base: dict[str, Any], experts: list[dict[str, Any]]) 
     return result
 
 
+@pytest.mark.sampled(3)  # what each method computes, tests/core/methods compares with the same dense ones
 @pytest.mark.parametrize("case", CASES)
 def test_two_full_checkpoints(case: str, model: Callable[..., Path], tmp_path: Path) -> None:
     base, experts = model(), {"task": model(seed=1), "language": model(seed=2)}

@@ -45,6 +45,7 @@ def column(page: Any, number: int) -> list[str]:
     return [value for value in cells.evaluate_all("cells => cells.map(cell => cell.dataset.value)") if value]
 
 
+@pytest.mark.sampled(3)  # each width, in one of the schemes
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_the_page_fits_without_errors(show: Open, width: int, scheme: str) -> None:

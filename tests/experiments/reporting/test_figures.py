@@ -56,6 +56,7 @@ def planned(report: Report, kind: str) -> PlannedFigure:
     return next(each for each in plan_figures(report)[0] if each.kind == kind)
 
 
+@pytest.mark.sampled(2)  # the narrowest and the widest
 @pytest.mark.parametrize("width", [2.5, 3.25, 6.75])
 def test_every_figure_is_readable(written: Written, truncated: Report, width: float) -> None:
     made = [each for report in (written.report, truncated) for each in plan_figures(report)[0]]
