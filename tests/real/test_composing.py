@@ -99,6 +99,7 @@ def test_verify_suggest_and_analyze(base: Path, tmp_path: Path) -> None:
         assert change.layer_norms() == pytest.approx({layer: value**0.5 for layer, value in norms.items()}, rel=1e-4)
 
 
+@pytest.mark.full  # tests/engines/exporting asks llama.cpp about compositions of pico models
 def test_in_llama_cpp(
     prompts: list[torch.Tensor], expected: dict[str, list[torch.Tensor]], base: Path, tmp_path: Path
 ) -> None:
