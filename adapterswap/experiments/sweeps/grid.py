@@ -61,11 +61,15 @@ def as_plain(value: Any) -> Any:
 
 
 def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
-    return (side,) if isinstance(side, str) else tuple(side or ())
+    if isinstance(side, str):
+        return (side,)
+    return tuple(side or ())
 
 
 def _side(names: tuple[str, ...]) -> str | list[str] | None:
-    return list(names) if len(names) > 1 else names[0] if names else None
+    if len(names) > 1:
+        return list(names)
+    return names[0] if names else None
 
 
 Side = Annotated[tuple[str, ...], reading(before=_names)]
@@ -116,11 +120,13 @@ class Cell(Carrier):
         Each is None if absent. The names of several experts of a side are joined by +. A variant is a seed of the lab,
         or one of several adapters in a row of their own.
         """
-        task, language, others = (
-            "+".join(names) or None for names in (self.task_expert, self.language_expert, self.other_experts)
-        )
-        alone = self.composition and task is language is others is None
-        return task, language, self.short.partition("@")[0] if alone else None, others
+        sides = (self.task_expert, self.language_expert, self.other_experts)
+        task, language, others = ("+".join(names) or None for names in sides)
+
+        variant = None
+        if self.composition and task is language is others is None:
+            variant = self.short.partition("@")[0]
+        return task, language, variant, others
 
     @property
     def identity(self) -> str:
@@ -166,12 +172,14 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
     (partitions A and B, TIES at two ranks).
     """
     is_only = len(configurations) == 1
-    defaults = [
-        index
-        for index, composition in enumerate(configurations)
-        if _is_default(composition, num_layers, is_only=is_only)
-    ]
-    return defaults[0] if len(defaults) == 1 else None
+    defaults = []
+    for index, composition in enumerate(configurations):
+        if _is_default(composition, num_layers, is_only=is_only):
+            defaults.append(index)
+
+    if len(defaults) != 1:
+        return None
+    return defaults[0]
 
 
 def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
@@ -181,8 +189,12 @@ def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> 
         return composition.requested_zones(num_layers) == Composition().requested_zones(num_layers) and not changed
     if is_only:
         return True
-    defaults = {p.name: None if p.required else p.default for p in find_method(composition.method).own_parameters}
-    return not changed and composition.parameters == {**defaults, **find_method(composition.method).published}
+
+    method = find_method(composition.method)
+    defaults: dict[str, Any] = {}
+    for parameter in method.own_parameters:
+        defaults[parameter.name] = None if parameter.required else parameter.default
+    return not changed and composition.parameters == {**defaults, **method.published}
 
 
 def overlaps(composition: Composition, num_layers: int) -> bool:
@@ -252,9 +264,7 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         full: the experts that are full checkpoints; compositions with one of them are evaluated as merged weights.
     """
     problems = Problems(FieldError)
-    everything = tasks.of(recipe.language_experts)
     cells: dict[str, Cell] = {}
-    spaces: list[Space] = []
     left_out = repeated = 0
 
     def add(cell: Cell) -> str:
@@ -264,69 +274,96 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         cells.setdefault(cell.cell, cell)
         return cell.cell
 
-    if "base" in recipe.baselines:
-        add(_make_cell("base", (), (), {}, {}, BASE, everything, default=True))
-    if "task" in recipe.baselines:
-        for name in recipe.task_experts:
-            add(_expert_cell("task expert", (name,), (), name, everything))
-    if "language" in recipe.baselines:
-        for name in recipe.language_experts:
-            add(_expert_cell("language expert", (), (name,), name, tasks.of([name])))
-    if "roles" in recipe.baselines:
-        for role, experts in recipe.roles.items():
-            for name in experts:
-                add(_expert_cell(expert_row(role), (), (), name, everything, others=(name,)))
-    for row, adapters in extra_experts(recipe).items():
-        for number, name in enumerate(adapters, 1):
-            short = row if len(adapters) == 1 else f"{row} {number}"
-            add(_expert_cell(row, (), (), name, everything, short=short))
+    for cell in _baselines(recipe, tasks):
+        add(cell)
+
+    families: list[Family] = []
+    for name in recipe.baselines:
+        if name in BASELINES:
+            row, content = BASELINES[name]
+            families.append(Family.model_validate({"name": row, **content}))
+    families += recipe.compositions
+
     candidates: list[_Candidate] = []
-    expanded: list[tuple[Family, list[dict[str, Any]], list[list[str]]]] = []
-    for family in _families(recipe):
-        configurations = []
-        for content in _configurations(family):
+    expanded: list[list[tuple[dict[str, Any], list[str]]]] = []
+    for family in families:
+        # Its configurations, each with a list for the ids of its cells
+        trials: list[tuple[dict[str, Any], list[str]]] = []
+        expanded.append(trials)
+        for values in product(*family.grid.values()):
             with problems.collect():
-                configurations.append(_check(content, family))
-        trial_ids: list[list[str]] = [[] for _ in configurations]
+                trials.append((_check(dict(zip(family.grid, values, strict=True)), family), []))
+
+        # Their compositions: with every cast of experts for rules, otherwise with every pair
         if family.rules is not None:
-            for content, ids in zip(configurations, trial_ids, strict=True):
+            for content, ids in trials:
                 with problems.collect():
                     candidates += _by_rules(recipe, family, content, tasks, ids, full)
-            expanded.append((family, configurations, trial_ids))
             continue
         for task, language in pairs_of(recipe, family):
-            for content, ids in zip(configurations, trial_ids, strict=True):
+            own_tasks = tasks.of(language or recipe.language_experts)
+            for content, ids in trials:
                 with problems.collect():
-                    composition = _on(content, task, language or (BASE,))
-                    _check_form(composition, family, full)
-                    if overlaps(composition, num_layers):
+                    candidate = _of_pair(family, content, task, language, own_tasks, ids)
+                    _check_form(candidate.composition, family, full)
+                    if overlaps(candidate.composition, num_layers):
                         left_out += 1
-                        continue
-                    short = _short(task, language, content, family.output)
-                    own_tasks = tasks.of(language or recipe.language_experts)
-                    row = _row(family, composition)
-                    candidates.append(
-                        _Candidate(row, composition, family.output, short, own_tasks, ids, task, language)
-                    )
-        expanded.append((family, configurations, trial_ids))
+                    else:
+                        candidates.append(candidate)
     problems.raise_if_any()
+
     for candidate, default in _with_defaults(candidates, num_layers):
-        cell = _make_cell(
-            candidate.row, candidate.task, candidate.language, _as_data(candidate.composition), dict(candidate.output),
-            candidate.short, candidate.tasks, default=default, others=candidate.others,
-        )  # fmt: skip
+        cell = Cell(
+            cell="",
+            family=candidate.row,
+            task_expert=candidate.task,
+            language_expert=candidate.language,
+            composition=_as_data(candidate.composition),
+            short=candidate.short,
+            default=default,
+            tasks=candidate.tasks,
+            output=dict(candidate.output),
+            other_experts=candidate.others,
+        )
         candidate.trial.append(add(cell))
-    for family, configurations, trial_ids in expanded:
-        filled = zip(configurations, trial_ids, strict=True)
-        spaces.append(Space(family.name, tuple(Trial(content, tuple(ids)) for content, ids in filled if ids)))
     if not cells:
         raise CompositionError(
             f"Nothing is left to evaluate: all zones overlap in {num_layers} layers",
             "Lower bottom, top and the transitions",
             parameter="compositions",
         )
-    ordered = sorted(cells.values(), key=lambda cell: _order(cell, everything))
+
+    spaces = []
+    for family, trials in zip(families, expanded, strict=True):
+        filled = [Trial(content, tuple(ids)) for content, ids in trials if ids]
+        spaces.append(Space(family.name, tuple(filled)))
+
+    # Cells with the same tasks stand together, those on all tasks first: each set of tasks is loaded once
+    everything = tasks.of(recipe.language_experts)
+    ordered = sorted(cells.values(), key=lambda cell: (cell.tasks != everything, cell.tasks))
     return Grid(tuple(ordered), left_out, repeated, tuple(spaces))
+
+
+def _baselines(recipe: SweepRecipe, tasks: SweepTasks) -> Iterator[Cell]:
+    """The base, and every expert alone, each as far as the recipe has it."""
+    everything = tasks.of(recipe.language_experts)
+    if "base" in recipe.baselines:
+        yield Cell("", "base", (), (), {}, BASE, default=True, tasks=everything)
+    if "task" in recipe.baselines:
+        for name in recipe.task_experts:
+            yield _expert_cell("task expert", name, everything, task=(name,))
+    if "language" in recipe.baselines:
+        for name in recipe.language_experts:
+            yield _expert_cell("language expert", name, tasks.of([name]), language=(name,))
+    if "roles" in recipe.baselines:
+        for role, experts in recipe.roles.items():
+            for name in experts:
+                yield _expert_cell(expert_row(role), name, everything, others=(name,))
+
+    for row, adapters in extra_experts(recipe).items():
+        for number, name in enumerate(adapters, 1):
+            short = f"{row} {number}" if len(adapters) > 1 else row
+            yield _expert_cell(row, name, everything, short=short)
 
 
 def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tuple[_Candidate, bool]]:
@@ -335,37 +372,31 @@ def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tu
     for candidate in candidates:
         settings = repr((_as_data(candidate.composition), sorted(candidate.output.items())))
         rows.setdefault(candidate.setting, {}).setdefault(settings, candidate)
+
     defaults = set()
     for setting, different in rows.items():
         row = list(different.values())
         index = default_of([candidate.composition for candidate in row], num_layers)
         if index is not None:
             defaults.add((setting, row[index].short))
+
     for candidate in candidates:
         yield candidate, (candidate.setting, candidate.short) in defaults
 
 
-def _families(recipe: SweepRecipe) -> list[Family]:
-    named = [BASELINES[name] for name in recipe.baselines if name in BASELINES]
-    return [*(Family.model_validate({"name": name, **content}) for name, content in named), *recipe.compositions]
-
-
-def _configurations(family: Family) -> Iterator[dict[str, Any]]:
-    """Every combination of the family's values."""
-    grid = family.grid
-    for values in product(*grid.values()):
-        yield dict(zip(grid, values, strict=True))
-
-
 def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
     """Check that `content` is a valid composition, and return it with `allow_negative` if the family has it."""
-    settings = ", ".join(f"{key}={value}" for key, value in content.items())
     name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
-    allowed: dict[str, Any] = {"allow_negative": True} if family.allow_negative else {}
-    allowed |= {"rules": family.rules} if family.rules else {}
-    where = f"compositions: {name} at {settings}" if settings else f"compositions: {name}"
-    Composition.read_content({**content, **allowed}, where=where)
-    return {**content, **({"allow_negative": True} if family.allow_negative else {})}
+    where = f"compositions: {name}"
+    settings = ", ".join(f"{key}={value}" for key, value in content.items())
+    if settings:
+        where += f" at {settings}"
+
+    if family.allow_negative:
+        content = {**content, "allow_negative": True}
+    with_rules = {**content, "rules": family.rules} if family.rules else content
+    Composition.read_content(with_rules, where=where)
+    return content
 
 
 def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
@@ -382,8 +413,11 @@ def _check_form(composition: Composition, family: Family, full: Collection[str])
         )
     if full_expert is not None or family.full_rank:
         return
-    used = [(rule.method, rule.parameters) for rule in family.rules or () if rule.blend is not None]
-    for method, parameters in used if family.rules else [(composition.method, composition.parameters)]:
+
+    used = [(composition.method, composition.parameters)]
+    if family.rules:
+        used = [(rule.method, rule.parameters) for rule in family.rules if rule.blend is not None]
+    for method, parameters in used:
         if find_method(method).acts_on == "weights":
             raise FieldError(
                 f"compositions: {name}: {method} combines whole weights, which an adapter cannot hold",
@@ -409,80 +443,96 @@ def _by_rules(
 ) -> Iterator[_Candidate]:
     """The compositions of one configuration of a family of rules: one for every choice of experts for its roles."""
     rules = family.rules or ()
+    family_name = family.name or "rules"
     roles = {role: [*experts] for role, experts in recipe.by_role.items()}
     settings = {"rules": "; ".join(rule.text for rule in rules), **content, **family.output}
+
     for cast in casts(named_in(rules), roles, pairs_of(recipe, family)):
         task, language, others = cast.of(TASK), cast.of(LANGUAGE), cast.others
-        sides = [side for side in (task, language, others) if side]
-        name = "+".join("&".join(side) for side in sides)
-        where = f"compositions: {family.name or 'rules'} with {', '.join(expert for side in sides for expert in side)}"
+        where = f"compositions: {family_name} with {', '.join((*task, *language, *others))}"
         composition = Composition.read_content({**content, "rules": bound(rules, cast)}, where=where)
         _check_form(composition, family, full)
+
         souped = any(len(names) > 1 for names in cast.experts.values())
-        row = (family.name or "rules") + (" of soups" if souped else "")
+        sides = ["&".join(side) for side in (task, language, others) if side]
         yield _Candidate(
-            row, composition, family.output, f"{name}@{_settings_text(settings)}",
-            tasks.of(language or recipe.language_experts), ids, task, language, others,
-        )  # fmt: skip
+            row=f"{family_name} of soups" if souped else family_name,
+            composition=composition,
+            output=family.output,
+            short=f"{'+'.join(sides)}@{_settings_text(settings)}",
+            tasks=tasks.of(language or recipe.language_experts),
+            trial=ids,
+            task=task,
+            language=language,
+            others=others,
+        )
 
 
-def _on(content: dict[str, Any], task: tuple[str, ...], language: tuple[str, ...]) -> Composition:
-    where = f"compositions: {' and '.join(task)} with {' and '.join(language)}"
-    return Composition.read_content({**content, "task": task, "language": language}, where=where)
+def _of_pair(
+    family: Family,
+    content: dict[str, Any],
+    task: tuple[str, ...],
+    language: tuple[str, ...],
+    tasks: tuple[str, ...],
+    ids: list[str],
+) -> _Candidate:
+    """The composition of one configuration with one pair."""
+    sides = {"task": task, "language": language or (BASE,)}
+    where = f"compositions: {' and '.join(task)} with {' and '.join(sides['language'])}"
+    composition = Composition.read_content({**content, **sides}, where=where)
 
+    # Its row in tables; compositions of averaged sides have their own
+    row = composition.method
+    if composition.partition:
+        row = f"partition {composition.partition}"
+    elif row == "layer_swap" and composition.language == (BASE,):
+        row = "reset"
+    if composition.weights == "magnitude":
+        row = f"magnitude {row}"
+    row = family.name or row
+    if len(composition.task) > 1 or len(composition.language) > 1:
+        row += " of soups"
 
-def _row(family: Family, composition: Composition) -> str:
-    """The name of a composition's row in tables. Compositions of averaged sides have their own row."""
-    name = f"partition {composition.partition}" if composition.partition else composition.method
-    name = "reset" if name == "layer_swap" and composition.language == (BASE,) else name
-    name = f"magnitude {name}" if composition.weights == "magnitude" else name
-    souped = len(composition.task) > 1 or len(composition.language) > 1
-    return (family.name or name) + (" of soups" if souped else "")
+    short = f"{'&'.join(task)}+{'&'.join(sides['language'])}"
+    settings = _settings_text({**content, **family.output})
+    if settings:
+        short += f"@{settings}"
+    return _Candidate(row, composition, family.output, short, tasks, ids, task, language)
 
 
 def _as_data(composition: Composition) -> dict[str, Any]:
-    sided = {"method", "task", "language"} if composition.allocation is None else set()
-    always = composition.model_dump(mode="json", include=sided)
-    return always | composition.model_dump(mode="json", exclude_defaults=True)
+    always = set()
+    if composition.allocation is None:
+        always = {"method", "task", "language"}
+    content = composition.model_dump(mode="json", include=always)
+    return content | composition.model_dump(mode="json", exclude_defaults=True)
 
 
 def _expert_cell(
-    family: str,
-    task: tuple[str, ...],
-    language: tuple[str, ...],
+    row: str,
     name: str,
     tasks: tuple[str, ...],
     *,
     short: str | None = None,
+    task: tuple[str, ...] = (),
+    language: tuple[str, ...] = (),
     others: tuple[str, ...] = (),
 ) -> Cell:
-    content = {"allocation": [{"expert": name}]}
-    return _make_cell(family, task, language, content, {}, short or name, tasks, default=True, others=others)
-
-
-def _make_cell(
-    family: str,
-    task: tuple[str, ...],
-    language: tuple[str, ...],
-    composition: dict[str, Any],
-    output: dict[str, Any],
-    short: str,
-    tasks: tuple[str, ...],
-    *,
-    default: bool,
-    others: tuple[str, ...] = (),
-) -> Cell:
-    return Cell("", family, task, language, composition, short, default, tasks, output, others)
+    composition = {"allocation": [{"expert": name}]}
+    return Cell("", row, task, language, composition, short or name, default=True, tasks=tasks, other_experts=others)
 
 
 def _identified(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> Cell:
     """The cell with the chains among its experts, the owners of its tokenizer and its config, and its id."""
+    composition = dict(cell.composition)
+    experts = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
     chains = recipe.chains
-    used = [name for name in (*cell.task_expert, *cell.language_expert, *cell.other_experts) if name in chains]
+    used = {name: [*chains[name]] for name in experts if name in chains}
     if used:
-        chained = {"chains": {name: [*chains[name]] for name in used}}
-        cell = replace(cell, composition={**cell.composition, **chained})
-    cell = replace(cell, composition={**cell.composition, **_owners(cell, recipe, full)})
+        composition["chains"] = used
+
+    cell = replace(cell, composition=composition)
+    cell = replace(cell, composition={**composition, **_owners(cell, recipe, full)})
     content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
     return replace(cell, cell=hashlib.sha256(content.encode("utf-8")).hexdigest()[:12])
 
@@ -493,23 +543,22 @@ def _owners(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> dict[str,
     Only compositions of full checkpoints have a config. An expert alone keeps its own.
     """
     composition = cell.parsed
-    names = () if composition is None else composition.expert_names
+    if composition is None:
+        return {}
+    names = composition.expert_names
     owners = {}
     if recipe.tokenizer in (*names, BASE) and names:
         owners["tokenizer"] = str(recipe.tokenizer)
+
     models = [name for name in names if name in full]
     if recipe.config_from is not None and models:
         members = recipe.by_role.get(recipe.config_from, (recipe.config_from,))
-        is_alone = cell.composition.get("allocation") == [{"expert": models[0]}]
-        if candidates := models if is_alone else [name for name in (*models, BASE) if name in members]:
+        candidates = [name for name in (*models, BASE) if name in members]
+        if cell.composition.get("allocation") == [{"expert": models[0]}]:
+            candidates = models
+        if candidates:
             owners["config_from"] = candidates[0]
     return owners
-
-
-def _short(task: tuple[str, ...], language: tuple[str, ...], content: dict[str, Any], output: dict[str, Any]) -> str:
-    sides = ["&".join(task), "&".join(language) or BASE]
-    settings = _settings_text({**content, **output})
-    return "+".join(sides) + (f"@{settings}" if settings else "")
 
 
 def _settings_text(settings: Mapping[str, Any]) -> str:
@@ -517,13 +566,11 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(
-        value, float
-    ):  # configurations are distinguished by it, so it is in full if six digits are not enough
-        return short if float(short := f"{value:g}") == value else repr(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, float):
+        return str(value)
 
-
-def _order(cell: Cell, everything: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
-    """Sort cells with the same tasks together, those on all tasks first: each set of tasks is loaded once."""
-    return cell.tasks != everything, cell.tasks
+    # Configurations are distinguished by it, so it is in full if six digits are not enough
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
