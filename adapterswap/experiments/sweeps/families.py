@@ -54,8 +54,14 @@ def _named(value: Any) -> Any:
     """A mapping from names to families, as a list of families; null removes a family of a fragment."""
     if not isinstance(value, dict):
         return value
-    items = {name: item for name, item in value.items() if item is not None}
-    return [{"name": name, **item} if isinstance(item, dict) else item for name, item in items.items()]
+
+    families = []
+    for name, item in value.items():
+        if isinstance(item, dict):
+            families.append({"name": name, **item})
+        elif item is not None:
+            families.append(item)
+    return families
 
 
 def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,8 +129,14 @@ class Family(MethodFields):
     @property
     def output(self) -> dict[str, Any]:
         """The bound on the rank, or `full_rank`; empty if the family has neither."""
-        output = {"max_rank": self.max_rank, "max_error": self.max_error, "full_rank": self.full_rank or None}
-        return {key: value for key, value in output.items() if value is not None}
+        output: dict[str, Any] = {}
+        if self.max_rank is not None:
+            output["max_rank"] = self.max_rank
+        if self.max_error is not None:
+            output["max_error"] = self.max_error
+        if self.full_rank:
+            output["full_rank"] = True
+        return output
 
     @property
     def has_choice(self) -> bool:
@@ -136,7 +148,10 @@ class Family(MethodFields):
         """Field or parameter → its values, in the order of `GRID_FIELDS`; without those that have no value."""
         grid: dict[str, tuple[Any, ...]] = {}
         for name in GRID_FIELDS:
-            grid |= self.parameters if name == "parameters" else {name: getattr(self, name)}
+            if name == "parameters":
+                grid |= self.parameters
+            else:
+                grid[name] = getattr(self, name)
         return {name: values for name, values in grid.items() if values}
 
     @classmethod
@@ -154,15 +169,20 @@ class Family(MethodFields):
         return {name: values[name] for name in parameters if name in values}
 
     def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
-        return value if name == "parameters" else {name: value}
+        if name == "parameters":
+            return value
+        return {name: value}
 
     def check(self) -> None:
-        if self.rules is not None and (extra := sorted(self.grid.keys() - {"seed", "row_threshold"})):
-            raise FieldMistake(f"{', '.join(extra)} cannot be combined with `rules`: leave it out", extra[0])
-        if self.rules is not None and self.language is not None:
-            raise FieldMistake(
-                "language cannot be combined with `rules`: reset layers with a rule, such as `base: 30-31`", "language"
-            )
+        if self.rules is not None:
+            extra = sorted(self.grid.keys() - {"seed", "row_threshold"})
+            if extra:
+                raise FieldMistake(f"{', '.join(extra)} cannot be combined with `rules`: leave it out", extra[0])
+            if self.language is not None:
+                raise FieldMistake(
+                    "language cannot be combined with `rules`: reset layers with a rule, such as `base: 30-31`",
+                    "language",
+                )
         if len(self.output) > 1:
             raise ValueError(f"{' and '.join(self.output)} exclude each other: set only one of them")
 
@@ -209,7 +229,11 @@ class Cast:
     @property
     def others(self) -> tuple[str, ...]:
         """The experts of all roles but task and language."""
-        return tuple(name for role, names in self.sides.items() if role not in (TASK, LANGUAGE) for name in names)
+        others: list[str] = []
+        for role, names in self.sides.items():
+            if role not in (TASK, LANGUAGE):
+                others += names
+        return tuple(others)
 
 
 def expert_row(role: str) -> str:
@@ -219,16 +243,27 @@ def expert_row(role: str) -> str:
 
 def named_in(rules: Sequence[Rule]) -> tuple[str, ...]:
     """The names in rules, each once, without `base`."""
-    return tuple(dict.fromkeys(name for rule in rules for name in rule.experts))
+    names: dict[str, None] = {}
+    for rule in rules:
+        names |= dict.fromkeys(rule.experts)
+    return tuple(names)
 
 
 def check_roles(names: Sequence[str], roles: Mapping[str, Sequence[str]]) -> str | None:
     """An error message if a name in rules is both a role and an expert, otherwise None."""
-    experts = {name: role for role, members in roles.items() for name in members}
+    homes = _role_of(roles)
     for name in names:
-        if name in experts and name in roles and list(roles[name]) != [name]:
-            return f"{name!r} in a rule is both a role and a {experts[name]} expert: rename the expert"
+        if name in homes and name in roles and list(roles[name]) != [name]:
+            return f"{name!r} in a rule is both a role and a {homes[name]} expert: rename the expert"
     return None
+
+
+def _role_of(roles: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Expert → its role."""
+    homes: dict[str, str] = {}
+    for role, members in roles.items():
+        homes |= dict.fromkeys(members, role)
+    return homes
 
 
 def casts(
@@ -244,20 +279,31 @@ def casts(
         pairs: (task side, language side). If the rules name only one of the two roles, pairs that share that side count
             once; if they name neither, the pairs are ignored.
     """
-    home = {name: role for role, members in roles.items() for name in members}
-    free = [name for name in names if name not in home]
+    homes = _role_of(roles)
+    free = [name for name in names if name not in homes]
+
+    # The sides that the rules name, of each pair once
     sided = [role for role in (TASK, LANGUAGE) if role in free]
-    chosen = [{TASK: task, LANGUAGE: language} for task, language in pairs]
-    sides = dict.fromkeys(tuple(pair[role] for role in sided) for pair in chosen) if sided else {(): None}
+    sides: dict[tuple[tuple[str, ...], ...], None] = {}
+    for task, language in pairs:
+        pair = {TASK: task, LANGUAGE: language}
+        sides[tuple(pair[role] for role in sided)] = None
+    if not sided:
+        sides = {(): None}
+
+    # With each of them, every choice of one expert for each other role
     others = [role for role in free if role not in sided]
     for side, added in product(sides, product(*(roles[role] for role in others))):
-        experts = dict(zip(sided, side, strict=True)) | {
-            role: (member,) for role, member in zip(others, added, strict=True)
-        }
-        experts |= {name: (name,) for name in names if name in home}
+        experts = dict(zip(sided, side, strict=True))
+        for role, member in zip(others, added, strict=True):
+            experts[role] = (member,)
+        for name in names:
+            if name in homes:
+                experts[name] = (name,)
+
         by_role: dict[str, tuple[str, ...]] = {}
         for name in names:
-            role = home.get(name, name)
+            role = homes.get(name, name)
             by_role[role] = tuple(dict.fromkeys((*by_role.get(role, ()), *experts[name])))
         yield Cast(by_role, experts)
 
@@ -272,16 +318,24 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
 
     def renamed(name: str) -> str:
         if name in rule.averages:
-            members = [expert for member in rule.averages[name] for expert in cast.experts.get(member, (member,))]
-            label = name if members == list(rule.averages[name]) else Rule.mean_label(members)
-        elif name == BASE or len(members := list(cast.experts[name])) == 1:
-            return name if name == BASE else cast.experts[name][0]
+            members: list[str] = []
+            for member in rule.averages[name]:
+                members += cast.experts.get(member, (member,))
+            label = name
+            if members != list(rule.averages[name]):
+                label = Rule.mean_label(members)
+        elif name == BASE:
+            return name
         else:
+            members = list(cast.experts[name])
+            if len(members) == 1:
+                return members[0]
             label = Rule.mean_label(members)
         averages[label] = members
         return label
 
     content = rule.as_data()
+    content.pop("averages", None)
     if rule.expert is not None:
         content["expert"] = renamed(rule.expert)
     else:
@@ -293,5 +347,6 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
                 parameter="compositions",
             )
         content["blend"] = {weights[name]: weight for name, weight in (rule.blend or {}).items()}
-    content.pop("averages", None)
-    return Rule.model_validate({**content, **({"averages": averages} if averages else {})})
+    if averages:
+        content["averages"] = averages
+    return Rule.model_validate(content)

@@ -115,13 +115,16 @@ class LocalJudge:
         from adapterswap.core import choose_device
         from adapterswap.experiments.evaluation.evaluator import surroundings
 
-        self._prepared, self._processes = prepared, processes
-        self._device, self._dtype = choose_device(device), dtype
+        self._prepared = prepared
+        self._processes = processes
+        self._device = choose_device(device)
+        self._dtype = dtype
         self._model: Any = None
         self._composer: LiveComposer | None = None
         self._load()
-        batched = prepared.settings.batch_size > 1
-        around = surroundings(self._model, prepared.harness_tasks.tasks.values() if batched else ())
+
+        batched_tasks = prepared.harness_tasks.tasks.values() if prepared.settings.batch_size > 1 else ()
+        around = surroundings(self._model, batched_tasks)
         versions = around.pop("versions")
         settings = {**prepared.described["settings"], **around}
         self.described = {**prepared.described, "settings": settings, "versions": versions}
@@ -135,6 +138,7 @@ class LocalJudge:
         prepared = self._prepared
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)
+
         started = time.perf_counter()
         with self._composed(cell) as relative_error:
             switched = time.perf_counter()
@@ -166,16 +170,22 @@ class LocalJudge:
             with self._merged(plan):
                 yield None
             return
+
+        # By switching; without adapters only the base is left to evaluate here
         self._load()
-        if self._composer is None:  # without adapters only the base is left to evaluate here
+        if self._composer is None:
             yield None
             return
         if plan is None or way == "switched":
             with self._composer.use(plan):
                 yield None
             return
+
+        # As an adapter in a temporary folder
         adapter = prepare(plan, Form(**cell.output))
-        relative_error = max(adapter.errors.values(), default=0.0) if cell.output else None
+        relative_error = None
+        if cell.output:
+            relative_error = max(adapter.errors.values(), default=0.0)
         name = f"cell-{cell.cell}"
         with ExitStack() as stack:
             place = stack.enter_context(scratch_folder("sweep"))
@@ -212,16 +222,19 @@ def as_judged(
 ) -> Judged:
     """An evaluation as it is recorded."""
     questions: dict[str, list[dict[str, Any]]] = {}
+    samples = []
     for sample in evaluation.samples:
-        target = sample.as_json()["target"]
-        question = {"doc_id": sample.doc_id, "prompt": sample.prompt, "target": target}
+        content = sample.as_json()
+        samples.append({key: content[key] for key in ("task", "doc_id", "target", "output", "answers", "scores")})
+        question = {"doc_id": sample.doc_id, "prompt": sample.prompt, "target": content["target"]}
         if sample.choices:
             question["choices"] = list(sample.choices)
         questions.setdefault(sample.task, []).append(question)
+
     rounded = {name: round(value, 6) for name, value in seconds.items()}
-    error = None if relative_error is None else float(f"{relative_error:.6g}")
-    result = CellResult(cell, _values(evaluation, prepared), rounded, error)
-    return Judged(result, list(_samples(evaluation)), questions)
+    if relative_error is not None:
+        relative_error = float(f"{relative_error:.6g}")
+    return Judged(CellResult(cell, _values(evaluation, prepared), rounded, relative_error), samples, questions)
 
 
 def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
@@ -229,19 +242,22 @@ def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, 
     plain = {task["name"]: task["scores"] for task in evaluation.as_json()["tasks"]}
     values = {}
     for name, task in evaluation.tasks.items():
-        metric, filter_name = prepared.tasks[name].primary
         scores = {f"{score['metric']},{score['filter']}": score for score in plain[name]}
-        primary = scores.get(f"{metric},{filter_name}", {"value": None, "stderr": None})
-        docs = {
-            sample.doc_id: sample.scores[filter_name][metric]
-            for sample in evaluation.samples
-            if sample.task == task.name and metric in sample.scores.get(filter_name, {})
-        }
-        if not prepared.tasks[name].averaged:  # a perplexity's documents have log-likelihoods, of which more is better
-            docs = {}
         plain_scores = {key: _usable(score["value"]) for key, score in scores.items()}
+        metric, filter_name = prepared.tasks[name].primary
+        primary = scores.get(f"{metric},{filter_name}", {"value": None, "stderr": None})
         value, stderr = _usable(primary["value"]), _usable(primary["stderr"])
-        if None in map(_usable, docs.values()):  # without the score of a document the mean cannot be compared
+
+        # A perplexity's documents have log-likelihoods, of which more is better
+        docs = {}
+        if prepared.tasks[name].averaged:
+            for sample in evaluation.samples:
+                sample_scores = sample.scores.get(filter_name, {})
+                if sample.task == task.name and metric in sample_scores:
+                    docs[sample.doc_id] = sample_scores[metric]
+
+        # Without the score of a document the mean cannot be compared
+        if None in map(_usable, docs.values()):
             value, stderr, docs = None, None, {}
             plain_scores[f"{metric},{filter_name}"] = None
         values[name] = TaskValue(value, stderr, plain_scores, docs, task.cut)
@@ -249,13 +265,9 @@ def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, 
 
 
 def _usable(score: float | None) -> float | None:
-    return score if score is not None and abs(score) <= LARGEST else None  # NaN is not
-
-
-def _samples(evaluation: EvaluationResult) -> Iterator[dict[str, Any]]:
-    for sample in evaluation.samples:
-        content = sample.as_json()
-        yield {key: content[key] for key in ("task", "doc_id", "target", "output", "answers", "scores")}
+    if score is None or not abs(score) <= LARGEST:  # NaN is not
+        return None
+    return score
 
 
 def lead(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> Judge:
@@ -268,13 +280,15 @@ def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: st
     """Evaluate the main process's assignments with it, until it sends the results. Loads nothing before the first."""
     judge: LocalJudge | None = None
     message: Assignment | Run | None = None
-    while not isinstance(message := processes.from_main(message), Run):
+    while True:
+        message = processes.from_main(message)
+        if isinstance(message, Run):
+            return message
         if message is None:  # `lead` was called, so assignments will follow
             judge = _opened(prepared, processes, device, dtype)
         else:
             assert judge is not None
             deque(judge.judged([message], lambda done, total: None), maxlen=0)
-    return message
 
 
 def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:

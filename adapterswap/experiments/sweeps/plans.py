@@ -33,10 +33,14 @@ class Plans(Mapping[str, "Plan | None"]):
         stored: Checkpoint | None,
         cells: Sequence[Cell],
     ) -> None:
-        self._recipe, self._experts, self._num_layers, self._stored = recipe, experts, num_layers, stored
+        self._recipe = recipe
+        self._experts = experts
+        self._num_layers = num_layers
+        self._stored = stored
         self._cells = {cell.cell: cell for cell in cells}
         self._kept: dict[str, Plan | None] = {}
         self._slots = 0  # of the kept plans
+
         self._regular = {name for name, expert in experts.items() if _is_regular(expert, num_layers)}
         self._live: dict[str, bool] = {}
         self._zones: dict[str, set[Any]] = {}
@@ -91,12 +95,14 @@ class Plans(Mapping[str, "Plan | None"]):
             or not self._regular.issuperset(composition.expert_names)
         ):
             return cell.cell, None
+
         rules = composition.rules(self._num_layers)
         kinds = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
-        owners = [
-            next((kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other")), None)
-            for layer in range(self._num_layers)
-        ]
+        owners: list[str | None] = []
+        for layer in range(self._num_layers):
+            matching = (kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other"))
+            owners.append(next(matching, None))
+
         settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
         return repr((settings, cell.output)), {*enumerate(owners), tuple(kinds), frozenset(owners)}
 
@@ -107,12 +113,14 @@ class Plans(Mapping[str, "Plan | None"]):
         composition, stored = cell.parsed, self._stored
         if composition is None:
             return None
-        uses_checkpoint = stored is not None and any(
-            isinstance(self._experts[name], Checkpoint) for name in composition.expert_names
-        )
+
+        # The folder, so that a base on the Hub is not looked up again for every cell
+        base_model = self._recipe.base_model
+        experts = [self._experts[name] for name in composition.expert_names]
+        if stored is not None and any(isinstance(expert, Checkpoint) for expert in experts):
+            base_model = str(stored.source.folder)
+
         try:
-            # The folder, so that a base on the Hub is not looked up again for every cell.
-            base_model = str(stored.source.folder) if uses_checkpoint and stored else self._recipe.base_model
             declared = composition.model_copy(update={"base_model": base_model})
             plan = make_plan(declared, self._experts, num_layers=self._num_layers)
             if plan.is_model:
@@ -145,6 +153,7 @@ def _is_regular(expert: Expert, num_layers: int) -> bool:
     """Whether an expert is an adapter that adapts the same modules in every layer."""
     if not isinstance(expert, Adapter):
         return False
+
     layers: dict[int | None, set[str]] = {layer: set() for layer in range(num_layers)}
     for name, part in expert.parts.items():
         if part.layer in layers:

@@ -95,46 +95,61 @@ class Estimate:
         findings = Findings()
         if out_path is not None:
             findings = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)
-        grid = prepared.grid
-        previews = prepared.exam(prepared.tasks).preview()
-        requests = {task.name: task.num_requests for task in previews}
-        tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
 
-        def of_all(cells: Iterable[Cell], numbers: Mapping[str, int]) -> int:
-            return sum(numbers[task] for cell in cells for task in cell.tasks)
-
+        # The cells that remain; of those that are the same composition, one
         cells = expected(prepared, findings.seen)
         pending = [cell for cell in cells if cell.cell not in findings.seen]
         evaluated = {result.cell.identity for result in findings.results.values()}
-        new = {cell.identity: cell for cell in reversed(pending) if cell.identity not in evaluated}
-        copied = len(pending) - len(new)
-        pending = [cell for cell in pending if new.get(cell.identity) is cell]
-        ways = Counter(way_of(prepared, cell) for cell in pending)
-        measured = [result for result in findings.results.values() if result.seconds["evaluate"] > 0]
-        remaining_requests, remaining_tokens = of_all(pending, requests), of_all(pending, tokens)
+        new: dict[str, Cell] = {}
+        for cell in pending:
+            if cell.identity not in evaluated:
+                new.setdefault(cell.identity, cell)
+        ways = Counter(way_of(prepared, cell) for cell in new.values())
+
+        # Their requests and tokens
+        previews = prepared.exam(prepared.tasks).preview()
+        task_requests = {task.name: task.num_requests for task in previews}
+        task_tokens = {task.name: task.num_requests * (task.max_gen_toks or 0) for task in previews}
+        requests = sum(_of_tasks(cell, task_requests) for cell in new.values())
+        tokens = sum(_of_tasks(cell, task_tokens) for cell in new.values())
+
+        # The time that they take, at the rate of the finished ones or at the stated one
         seconds = None
-        if measured:
-            spent = sum(sum(result.seconds.values()) for result in measured)
-            seconds = spent / of_all((result.cell for result in measured), requests) * remaining_requests
-        elif tokens_per_second is not None and remaining_tokens:
-            seconds = remaining_tokens / tokens_per_second
+        spent, answered = 0.0, 0
+        for result in findings.results.values():
+            if result.seconds["evaluate"] > 0:
+                spent += sum(result.seconds.values())
+                answered += _of_tasks(result.cell, task_requests)
+        if spent > 0:
+            seconds = spent / answered * requests
+        elif tokens_per_second is not None and tokens:
+            seconds = tokens / tokens_per_second
+
+        engine = None
+        if prepared.settings.engine != "transformers":
+            engine = needed(prepared)
         return Estimate(
             cells=len(cells),
             finished=len(findings.results),
             given_up=len(findings.seen) - len(findings.results),
             families=dict(Counter(cell.family for cell in cells)),
-            left_out=grid.left_out,
-            repeated=grid.repeated,
+            left_out=prepared.grid.left_out,
+            repeated=prepared.grid.repeated,
             documents={name: info.num_docs for name, info in prepared.tasks.items()},
-            requests=remaining_requests,
-            tokens=remaining_tokens,
+            requests=requests,
+            tokens=tokens,
             switched=ways["switched"],
             reduced=ways["reduced"],
             merged=ways["merged"],
-            copied=copied,
+            copied=len(pending) - len(new),
             seconds=seconds,
-            engine=None if prepared.settings.engine == "transformers" else needed(prepared),
+            engine=engine,
         )
+
+
+def _of_tasks(cell: Cell, numbers: Mapping[str, int]) -> int:
+    """The sum of the numbers of a cell's tasks."""
+    return sum(numbers[task] for task in cell.tasks)
 
 
 @dataclass(frozen=True)
@@ -261,13 +276,18 @@ class _Completion:
     """Evaluates and records the cells that are not recorded yet, and reports progress."""
 
     def __init__(self, prepared: PreparedSweep, record: Recording, tell: Tell) -> None:
-        self._prepared, self._record, self._findings, self._tell = prepared, record, record.findings, tell
-        self._by_identity = {result.cell.identity: result for result in self._findings.results.values()}
+        self._prepared = prepared
+        self._record = record
+        self._findings = record.findings
+        self._tell = tell
         self._total = len(expected(prepared, self._findings.seen))
+        self._progress = SweepProgress(0, self._total)
+
+        self._by_identity: dict[str, CellResult] = {}
         self._best: CellResult | None = None
         for result in self._findings.results.values():
+            self._by_identity[result.cell.identity] = result
             self._best = better(self._best, result, prepared.tasks)
-        self._progress = SweepProgress(0, self._total)
 
     def run(self, open_judge: Callable[[], AbstractContextManager[Judge]]) -> None:
         """Evaluate the remaining cells. `open_judge` is called only if there are any."""
@@ -280,24 +300,28 @@ class _Completion:
                 if judge is None:
                     judge = stack.enter_context(open_judge())
                     self._record.begin(judge.described)
-                self._run_full(pending, judge) if pending[0].rung is None else self._run_rung(pending, judge)
+
+                if pending[0].rung is None:
+                    self._run_full(pending, judge)
+                else:
+                    self._run_rung(pending, judge)
         self._begin("", ())
 
     def _run_full(self, pending: Sequence[Assignment], judge: Judge) -> None:
         """Evaluate cells on all documents. Of several cells with the same composition, only one is evaluated."""
         if self._prepared.settings.engine != "transformers":  # what must be alone in the engine goes last
             pending = sorted(pending, key=lambda assignment: way_of(self._prepared, assignment.cell) == "merged")
-        new = {
-            assignment.cell.identity: assignment
-            for assignment in reversed(pending)
-            if assignment.cell.identity not in self._by_identity
-        }
-        outcomes = judge.judged(
-            [assignment for assignment in pending if new.get(assignment.cell.identity) is assignment], self._on_progress
-        )
-        for cell in (assignment.cell for assignment in pending):
+        new: dict[str, Assignment] = {}
+        for assignment in pending:
+            if assignment.cell.identity not in self._by_identity:
+                new.setdefault(assignment.cell.identity, assignment)
+        outcomes = judge.judged(list(new.values()), self._on_progress)
+
+        for assignment in pending:
+            cell = assignment.cell
             self._begin(cell.short, pending)
-            if (finished := self._by_identity.get(cell.identity)) is not None:
+            finished = self._by_identity.get(cell.identity)
+            if finished is not None:
                 result = replace(finished, cell=cell, seconds={"switch": 0.0, "evaluate": 0.0})
                 self._record.add_copy(result, finished)
             else:

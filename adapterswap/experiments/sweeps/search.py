@@ -9,8 +9,9 @@ replayed to the sampler in its own order, so it proposes the same trials again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -33,6 +34,7 @@ def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assign
     """
     cells = {cell.cell: cell for cell in prepared.grid.cells}
     yield [Assignment(cell) for cell in _always(prepared)]
+
     search = prepared.recipe.search
     for space in _searched(prepared):
         assert search is not None
@@ -44,9 +46,9 @@ def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
     """As many cells as will be evaluated, including those in `seen`; a search may propose other ones."""
     included = {cell.cell for cell in _always(prepared)} | set(seen)
     for space in _searched(prepared):
-        seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
         assert prepared.recipe.search is not None
-        included |= {cell for trial in seen_first[: prepared.recipe.search.trials] for cell in trial.cells}
+        seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
+        included |= _cells_of(seen_first[: prepared.recipe.search.trials])
     return [cell for cell in prepared.grid.cells if cell.cell in included]
 
 
@@ -99,11 +101,18 @@ def _searched(prepared: PreparedSweep) -> list[Space]:
 
 def _always(prepared: PreparedSweep) -> list[Cell]:
     """The cells that are evaluated in any case."""
-    searched = _searched(prepared)
-    searched_cells = {cell for space in searched for trial in space.trials for cell in trial.cells}
-    other_spaces = [space for space in prepared.grid.spaces if space not in searched]
-    searched_cells -= {cell for space in other_spaces for trial in space.trials for cell in trial.cells}
-    return [cell for cell in prepared.grid.cells if cell.cell not in searched_cells]
+    searched, others = set(), set()
+    searched_spaces = _searched(prepared)
+    for space in prepared.grid.spaces:
+        if space in searched_spaces:
+            searched |= _cells_of(space.trials)
+        else:
+            others |= _cells_of(space.trials)
+    return [cell for cell in prepared.grid.cells if cell.cell not in searched - others]
+
+
+def _cells_of(trials: Iterable[Trial]) -> set[str]:
+    return set(chain.from_iterable(trial.cells for trial in trials))
 
 
 def _trials(
@@ -111,21 +120,27 @@ def _trials(
 ) -> Iterator[tuple[Trial, int | None]]:
     """The configurations that the sampler proposes, and their numbers of documents. The papers' default is first."""
     cells = {cell.cell: cell for cell in prepared.grid.cells}
-    defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
 
     def value(trial: Trial, documents: int | None) -> float:
-        evaluated = [findings.get(_on(documents, cells[cell], prepared)) for cell in trial.cells]
-        results = [result for result in evaluated if result is not None]
-        scores = [half_value(result, prepared.tasks, "select") for result in results]
-        complete = [score for score in scores if score is not None]
-        if len(complete) < len(trial.cells):
+        results, scores = [], []
+        for cell in trial.cells:
+            result = findings.get(_on(documents, cells[cell], prepared))
+            if result is None:
+                continue
+            results.append(result)
+            score = half_value(result, prepared.tasks, "select")
+            if score is not None:
+                scores.append(score)
+
+        if len(scores) < len(trial.cells):
             raise DataError(
                 f"search: one of the tasks {', '.join(prepared.tasks)} has no score for each document to choose on",
                 "Name another score in `primary`, use more documents, or leave `search` out",
                 parameter="primary",
             )
-        return sign_of(results, prepared.tasks) * sum(complete) / len(complete)
+        return sign_of(results, prepared.tasks) * sum(scores) / len(scores)
 
+    defaults = {cell.cell for cell in prepared.grid.cells if cell.default}
     first = [trial for trial in space.trials if defaults.issuperset(trial.cells)]
     yield from ask(space.trials, search, value, first=first, rungs=rungs(prepared))
 
@@ -158,19 +173,33 @@ def ask(
             min_resource=search.halving.min_documents, reduction_factor=search.halving.reduction_factor
         )
     study = optuna.create_study(sampler=samplers[search.sampler](seed=search.seed), pruner=pruner, direction="maximize")
-    fields = {field: _ordered(field, trials) for field in next(iter(trials)).values}
-    space = {
-        field: optuna.distributions.IntDistribution(0, len(values) - 1)
-        if _is_ordered(field, values)
-        else optuna.distributions.CategoricalDistribution(range(len(values)))
-        for field, values in fields.items()
-        if len(values) > 1
-    }
-    untried = {tuple(fields[field].index(trial.values[field]) for field in space): trial for trial in trials}
+
+    # A point has the places of a trial's values in the lists of the fields that have a choice
+    lists: dict[str, list[Any]] = {}
+    space: dict[str, Any] = {}
+    for field in next(iter(trials)).values:
+        values = list(dict.fromkeys(trial.values[field] for trial in trials))
+        is_ordered = field != "seed" and all(isinstance(value, int | float) for value in values)
+        if is_ordered:
+            values.sort()
+        if len(values) == 1:
+            continue
+        lists[field] = values
+        if is_ordered:
+            space[field] = optuna.distributions.IntDistribution(0, len(values) - 1)
+        else:
+            space[field] = optuna.distributions.CategoricalDistribution(range(len(values)))
+
+    untried: dict[tuple[Any, ...], Trial] = {}
+    for trial in trials:
+        point = tuple(values.index(trial.values[field]) for field, values in lists.items())
+        untried[point] = trial
     start = [point for point, trial in untried.items() if trial in first]
+
     drawn = Random(search.seed)
     for _ in range(min(search.trials, len(untried))):
-        point: tuple[Any, ...] = ()
+        # The sampler proposes points until one is new; after many that are not, and at the start, a point is set
+        point = ()
         for _ in range(0 if start else _PATIENCE):
             question = study.ask(space)
             point = tuple(question.params[field] for field in space)
@@ -181,6 +210,7 @@ def ask(
             point = start.pop(0) if start else drawn.choice(list(untried))
             study.enqueue_trial(dict(zip(space, point, strict=True)))
             question = study.ask(space)
+
         trial = untried.pop(point)
         for documents in rungs:
             yield trial, documents
@@ -191,12 +221,3 @@ def ask(
         else:
             yield trial, None
             study.tell(question, value(trial, None))
-
-
-def _ordered(field: str, trials: Collection[Trial]) -> list[Any]:
-    values = list(dict.fromkeys(trial.values[field] for trial in trials))
-    return sorted(values) if _is_ordered(field, values) else values
-
-
-def _is_ordered(field: str, values: list[Any]) -> bool:
-    return field != "seed" and all(isinstance(value, int | float) for value in values)
