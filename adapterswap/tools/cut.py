@@ -135,7 +135,7 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
     return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
 
 
-def measure(
+def norm_and_error(
     matrix: WeightMatrix, factors: Factors | None, files: Mapping[Path, int], names: tuple[str, str]
 ) -> tuple[float, float]:
     """‖ΔW‖ of a weight, and ‖ΔW - B·A‖ of the factors that approximate it; None counts as B·A = 0.

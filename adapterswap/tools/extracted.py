@@ -25,7 +25,7 @@ from adapterswap.kit.errors import ArgumentError, Problems
 from adapterswap.kit.files.folders import CARD, OutputKind
 from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import open_files
-from adapterswap.tools.cut import measure
+from adapterswap.tools.cut import norm_and_error
 from adapterswap.tools.pairs import Selection, WeightMatrix, pair
 from adapterswap.tools.recorded import Verification, added_files, contradicting, marked, reprinted
 
@@ -200,7 +200,7 @@ def _other_changes(
                 left_out, expected = record.left_out.get(f"{name}.weight"), 0.0
                 if left_out:
                     expected = left_out.norm
-                norm = measure(matrix, None, files, (full.name, base.name))[0]
+                norm = norm_and_error(matrix, None, files, (full.name, base.name))[0]
                 if not norm:
                     unchanged.append(name)
                 return math.isclose(norm, expected, rel_tol=_RELATIVE)
@@ -210,7 +210,7 @@ def _other_changes(
             for factors in _factors(adapter, matrix, files):
                 if factors.shape != matrix.shape:
                     return False
-                norm, residual = measure(matrix, factors, files, (full.name, base.name))
+                norm, residual = norm_and_error(matrix, factors, files, (full.name, base.name))
                 if not math.isclose(norm, recorded.norm, rel_tol=_RELATIVE):
                     return False
                 if not math.isclose(residual / norm, recorded.relative_error, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE):

@@ -18,7 +18,7 @@ from adapterswap.core.model.sources import PROVENANCE, Records
 from adapterswap.engines.gguf.adapter import GgufAdapter, GgufFile, GgufModule
 from adapterswap.kit.errors import AdapterswapError, check_type
 from adapterswap.kit.files.tensorfile import Tensor
-from adapterswap.tools.tables import Row, tables
+from adapterswap.tools.tables import PartRow, tables
 
 if TYPE_CHECKING:
     from adapterswap.core.writing.records import CompositionRecord
@@ -62,7 +62,7 @@ class Inspection:
         return tuple(self.expert.modules.values())
 
     @property
-    def tables(self) -> dict[str, list[Row]]:
+    def tables(self) -> dict[str, list[PartRow]]:
         """The parts by what they are, for a reader; see `tools.tables`."""
         return tables(self.expert)
 

@@ -14,7 +14,7 @@ from adapterswap.engines.gguf.adapter import GgufAdapter, GgufModule
 
 
 @dataclass(frozen=True)
-class Row:
+class PartRow:
     """A part of an expert.
 
     Attributes:
@@ -32,7 +32,7 @@ class Row:
     nbytes: int | None = None
 
 
-def tables(expert: Adapter | Checkpoint | GgufAdapter) -> dict[str, list[Row]]:
+def tables(expert: Adapter | Checkpoint | GgufAdapter) -> dict[str, list[PartRow]]:
     """The parts of an expert by what they are: `module`, `tensor`, a kind of PEFT, `trained in full`…
 
     Nothing has an empty table.
@@ -52,21 +52,21 @@ def tables(expert: Adapter | Checkpoint | GgufAdapter) -> dict[str, list[Row]]:
     return {title: rows for title, rows in found.items() if rows}
 
 
-def _lora_row(module: LoraModule, has_stacks: bool) -> Row:
+def _lora_row(module: LoraModule, has_stacks: bool) -> PartRow:
     values: dict[str, Any] = {"rank": module.rank, "α": module.alpha, "s": module.scale}
     values |= {"out × in": (module.out_features, module.in_features), "dtype": module.dtype}
-    return Row(_within(module.name, module.layer, has_stacks), module.kind, module.layer, values)
+    return PartRow(_within(module.name, module.layer, has_stacks), module.kind, module.layer, values)
 
 
-def _gguf_row(module: GgufModule) -> Row:
+def _gguf_row(module: GgufModule) -> PartRow:
     name = module.name
     if module.layer is not None:
         name = name.removeprefix(f"blk.{module.layer}.")
     shape = (module.out_features, module.in_features)
-    return Row(name, module.kind, module.layer, {"rank": module.rank, "out × in": shape, "dtype": module.dtype})
+    return PartRow(name, module.kind, module.layer, {"rank": module.rank, "out × in": shape, "dtype": module.dtype})
 
 
-def _tensor_rows(parts: Iterable[FullModule | OpaqueModule | StoredTensor], has_stacks: bool) -> list[Row]:
+def _tensor_rows(parts: Iterable[FullModule | OpaqueModule | StoredTensor], has_stacks: bool) -> list[PartRow]:
     """A row for each tensor of each part."""
     rows = []
     for part in parts:
@@ -74,7 +74,7 @@ def _tensor_rows(parts: Iterable[FullModule | OpaqueModule | StoredTensor], has_
         for last, tensor in tensors.items():
             name = _within(f"{part.name}.{last}".removesuffix("."), part.layer, has_stacks)
             values = {"shape": tensor.shape, "dtype": tensor.dtype}
-            rows.append(Row(name, part.kind, part.layer, values, tensor.nbytes))
+            rows.append(PartRow(name, part.kind, part.layer, values, tensor.nbytes))
     return rows
 
 

@@ -23,7 +23,7 @@ from adapterswap.core.planning.targets import Target
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import BaseModelError, UnsupportedError
 
-Rows = npt.NDArray[np.intp]
+RowOrder = npt.NDArray[np.intp]
 Size = Literal[
     "hidden", "queries", "keys", "fused", "feed_forward", "gate_up", "expert", "expert_gate_up", "vocabulary"
 ]
@@ -81,18 +81,18 @@ class Projection:
 
     out: Size
     into: Size
-    rows: Callable[[ModelSizes], Rows] | None = None
+    rows: Callable[[ModelSizes], RowOrder] | None = None
     experts: tuple[str, ...] = ()
 
 
-def _rotated(heads: int | None, size: int | None) -> Rows:
+def _rotated(heads: int | None, size: int | None) -> RowOrder:
     """The order from transformers' halves of each head to llama.cpp's neighbouring dimensions."""
     assert heads is not None
     assert size is not None
     return np.arange(size).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _grouped(sizes: ModelSizes) -> Rows:
+def _grouped(sizes: ModelSizes) -> RowOrder:
     """The order from groups of [queries of one key head, its key, its value] to all queries, all keys, all values."""
     assert sizes.heads is not None
     assert sizes.key_heads is not None
@@ -103,7 +103,7 @@ def _grouped(sizes: ModelSizes) -> Rows:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """One family of models that can be exported.
 
     Attributes:
@@ -214,19 +214,19 @@ class _Names(TypedDict):
 _STANDARD: _Names = {"container": "model.layers", "embedding": "model.embed_tokens", "head": "lm_head"}
 
 ARCHITECTURES = (
-    Architecture("LLAMA", ("llama", "mistral"), layer=_separate(True) | _GATED, **_STANDARD),
-    Architecture("LLAMA", ("mixtral",), layer=_separate(True) | _EXPERTS, **_STANDARD),
-    Architecture("QWEN2", ("qwen2",), layer=_separate(False) | _GATED, **_STANDARD),
-    Architecture("QWEN3", ("qwen3",), layer=_separate(False) | _GATED, own_head_size=True, **_STANDARD),
-    Architecture("QWEN3MOE", ("qwen3_moe",), layer=_separate(False) | _EXPERTS, own_head_size=True, **_STANDARD),
-    Architecture(
+    GgufArchitecture("LLAMA", ("llama", "mistral"), layer=_separate(True) | _GATED, **_STANDARD),
+    GgufArchitecture("LLAMA", ("mixtral",), layer=_separate(True) | _EXPERTS, **_STANDARD),
+    GgufArchitecture("QWEN2", ("qwen2",), layer=_separate(False) | _GATED, **_STANDARD),
+    GgufArchitecture("QWEN3", ("qwen3",), layer=_separate(False) | _GATED, own_head_size=True, **_STANDARD),
+    GgufArchitecture("QWEN3MOE", ("qwen3_moe",), layer=_separate(False) | _EXPERTS, own_head_size=True, **_STANDARD),
+    GgufArchitecture(
         "GEMMA2", ("gemma2",), layer=_separate(False) | _GATED, always_tied=True, own_head_size=True, **_STANDARD,
     ),
-    Architecture(
+    GgufArchitecture(
         "GEMMA3", ("gemma3_text",), layer=_separate(False) | _GATED, always_tied=True, own_head_size=True,
         wrappers=("gemma3",), **_STANDARD,
     ),
-    Architecture(
+    GgufArchitecture(
         "PHI3", ("phi3",),
         layer={
             "self_attn.qkv_proj": Projection("fused", "hidden"),
@@ -236,7 +236,7 @@ ARCHITECTURES = (
         },
         **_STANDARD,
     ),
-    Architecture(
+    GgufArchitecture(
         "FALCON", ("falcon",),
         container="transformer.h",
         layer={
@@ -247,7 +247,7 @@ ARCHITECTURES = (
         },
         embedding="transformer.word_embeddings", head="lm_head", tied=True,
     ),
-    Architecture(
+    GgufArchitecture(
         "GPT2", ("gpt2",),
         container="transformer.h",
         layer={
@@ -258,7 +258,7 @@ ARCHITECTURES = (
         },
         embedding="transformer.wte", head="lm_head", tied=True,
     ),
-    Architecture(
+    GgufArchitecture(
         "GPTNEOX", ("gpt_neox",),
         container="gpt_neox.layers",
         layer={
@@ -273,7 +273,7 @@ ARCHITECTURES = (
 """The architectures that can be exported; the tests run each of them."""
 
 
-def find_architecture(config: Mapping[str, Any], where: str) -> Architecture:
+def find_architecture(config: Mapping[str, Any], where: str) -> GgufArchitecture:
     """The architecture of a base, from its config.json; `where` is the base's name in messages."""
     text = ModelConfig(config).language
     model_type, outer = text.get("model_type"), config.get("model_type")

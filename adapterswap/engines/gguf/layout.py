@@ -33,10 +33,10 @@ from adapterswap.core.writing.adapter import Prepared
 from adapterswap.core.writing.copies import check_copies, check_one_base
 from adapterswap.core.writing.outputs import Form, OutputTensor
 from adapterswap.engines.gguf.architectures import (
-    Architecture,
+    GgufArchitecture,
     ModelSizes,
     Projection,
-    Rows,
+    RowOrder,
     find_architecture,
     load_gguf,
 )
@@ -69,7 +69,7 @@ class GgufTensor:
     kind: Kind
     source: OutputTensor
     factor: float = 1.0
-    rows: Rows | None = None
+    rows: RowOrder | None = None
     transposed: bool = False
     expert_rows: tuple[int, slice | None] | None = None
 
@@ -159,10 +159,10 @@ class _Place:
     """llama.cpp's names of the weights that are stacked in a module's LoRA, and the order of its rows."""
 
     names: tuple[str, ...]
-    rows: Rows | None
+    rows: RowOrder | None
 
 
-def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], form: Form) -> dict[str, _Place]:
+def _places(plan: Plan, architecture: GgufArchitecture, config: Mapping[str, Any], form: Form) -> dict[str, _Place]:
     """The place of each module; modules that cannot be exported are reported in one error."""
     gguf = load_gguf()
     problems = Problems(UnsupportedError)
@@ -179,7 +179,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
     )
 
     places: dict[str, _Place] = {}
-    orders: dict[Projection, Rows | None] = {}
+    orders: dict[Projection, RowOrder | None] = {}
     for slot in plan.modules.values():
         canonical, projection = _projection(slot, architecture)
         if not slot.terms or projection is None:
@@ -211,7 +211,7 @@ def _places(plan: Plan, architecture: Architecture, config: Mapping[str, Any], f
     return places
 
 
-def _projection(slot: Slot, architecture: Architecture) -> tuple[str, Projection | None]:
+def _projection(slot: Slot, architecture: GgufArchitecture) -> tuple[str, Projection | None]:
     """A module's name in the text model, and its projection; None if it cannot be exported."""
     if slot.layer is None:
         # A multimodal model puts a prefix before these names: `model.language_model.embed_tokens`.

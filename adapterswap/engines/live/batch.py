@@ -42,7 +42,7 @@ class _Share:
     bias: torch.Tensor | None = None
 
 
-class Rows:
+class RowSwitches:
     """Compositions for the rows of a batch.
 
     Args:
@@ -133,23 +133,23 @@ class Rows:
                 adder.shares = self._shares(name, inventory.layers[name], inventory)
 
         if batch > 1:
-            self._check_rows(inventory, kwargs)
+            self._check_batch(inventory, kwargs)
 
-    def _check_rows(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
+    def _check_batch(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
         if self._was_checked:
-            check_rows(inventory.model, kwargs)
+            check_batch(inventory.model, kwargs)
             return
 
         # The model itself may have to be measured first, by other batches than these hooks allow.
         self._was_checked = True
         self._remove_hooks()
         try:
-            check_rows(inventory.model, kwargs)
+            check_batch(inventory.model, kwargs)
         finally:
             self._add_hooks(inventory)
 
 
-def check_rows(model: Any, batch: Mapping[str, Any]) -> None:
+def check_batch(model: Any, batch: Mapping[str, Any]) -> None:
     """Refuse several rows in a batch, if the answers to some would depend on the others or on padding.
 
     Args:

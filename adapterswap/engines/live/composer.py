@@ -16,7 +16,7 @@ from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.names import ExpertName
 from adapterswap.core.planning.plan import Plan
-from adapterswap.engines.live.batch import Rows, check_rows, pad_left
+from adapterswap.engines.live.batch import RowSwitches, check_batch, pad_left
 from adapterswap.engines.live.catalogue import Catalogue, Composable, plan_on_disk
 from adapterswap.engines.live.inventory import is_unloaded
 from adapterswap.engines.live.loader import as_in_model, layers_taken, load_expert, slice_of
@@ -88,14 +88,14 @@ class Session:
     """
 
     def __init__(self, model: PeftModel, catalogue: Catalogue) -> None:
-        self.active: Switch | Rows | None = None
+        self.active: Switch | RowSwitches | None = None
         self.pin: Pin | None = None
         self._model = model
         self._catalogue = catalogue
         self._baseline: InitialState | None = None
         self._guard: Guard | None = None
 
-    def set(self, wanted: Switch | Rows) -> None:
+    def set(self, wanted: Switch | RowSwitches) -> None:
         """Compute `wanted` from now on. If that fails, restore what was computed before."""
         self.refresh()
         if any(layer.merged for layer in self._catalogue.inventory.layers.values()):
@@ -137,7 +137,7 @@ class Session:
         """
         scales = self._catalogue.scales
         baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
-        if isinstance(self.active, Rows):
+        if isinstance(self.active, RowSwitches):
             self.active.withdraw()
         self.active = None
         if guard is not None:
@@ -152,7 +152,7 @@ class Session:
         scales.check()
 
     @contextmanager
-    def using(self, wanted: Switch | Rows) -> Iterator[None]:
+    def using(self, wanted: Switch | RowSwitches) -> Iterator[None]:
         """Compute `wanted` inside the block, and restore what was computed before; raises the errors of `set`."""
         before = self.active
         self.set(wanted)
@@ -174,7 +174,7 @@ class Session:
             self.reset()
             self.pin = None
 
-    def _return_to(self, before: Switch | Rows | None) -> None:
+    def _return_to(self, before: Switch | RowSwitches | None) -> None:
         if before is None or is_unloaded(self._model):
             self.reset()
             return
@@ -185,11 +185,11 @@ class Session:
             self.reset()
             raise
 
-    def _apply(self, wanted: Switch | Rows) -> None:
+    def _apply(self, wanted: Switch | RowSwitches) -> None:
         inventory = self._catalogue.inventory
-        if isinstance(self.active, Rows):
+        if isinstance(self.active, RowSwitches):
             self.active.withdraw()
-        if isinstance(wanted, Rows):
+        if isinstance(wanted, RowSwitches):
             wanted.apply(inventory)
         elif self.pin is not None:
             self.pin.apply(wanted, inventory)
@@ -268,7 +268,7 @@ class LiveComposer:
         active = self._session.active
         if active is None:
             return "no composition"
-        if isinstance(active, Rows):
+        if isinstance(active, RowSwitches):
             return f"a composition for each of {len(active.switches)} rows"
         return "base" if active.plan is None else f"{active.plan.headline} of {' and '.join(active.plan.experts)}"
 
@@ -332,7 +332,9 @@ class LiveComposer:
             raise UnsupportedError(
                 "use_rows cannot be used while experts are pinned", "Leave the composer.pinned(…) block first"
             )
-        with self._session.using(Rows([self._catalogue.switch(composition) for composition in compositions], repeat)):
+        with self._session.using(
+            RowSwitches([self._catalogue.switch(composition) for composition in compositions], repeat)
+        ):
             yield
 
     def generate(self, *, compositions: Sequence[Composable] | Composable = None, **batch: Any) -> Any:
@@ -351,8 +353,8 @@ class LiveComposer:
         """
         batch = batch if getattr(self.model.config, "is_encoder_decoder", False) else pad_left(batch)
         several = any(len(batch[name]) > 1 for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
-        if several and not isinstance(self._session.active, Rows):  # which check it themselves
-            check_rows(self.model, batch)
+        if several and not isinstance(self._session.active, RowSwitches):  # which check it themselves
+            check_batch(self.model, batch)
         if compositions is None:
             return self.model.generate(**batch)
         if isinstance(compositions, str | Composition | Plan):

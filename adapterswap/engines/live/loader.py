@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def check_copies(
+def check_copies_in_model(
     file: TensorFile, owner: str, modules: Mapping[str, Any], names: Mapping[str, str] | None = None
 ) -> None:
     """Compare every copy with the model's own weight, up to the rounding of the narrower of their dtypes.
@@ -388,7 +388,9 @@ def _check_fit(adapter: Adapter, name: str, base: Any) -> None:
         parameter="expert",
     )
     problems.raise_if_any()
-    check_copies(adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()})
+    check_copies_in_model(
+        adapter.file, f"the expert {name!r}", modules, {old: new for new, old in adapter.original.items()}
+    )
 
 
 def _check_other_parts(adapter: Adapter, name: str, modules: Mapping[str, Any], problems: Problems) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from adapterswap.core.model.opened_base import quiet_peft
 from adapterswap.core.model.sources import CONFIG, PROVENANCE, TRAINING_RECORD, WEIGHTS, Source
-from adapterswap.engines.live.loader import check_copies, folder_without_copies
+from adapterswap.engines.live.loader import check_copies_in_model, folder_without_copies
 from adapterswap.kit.errors import ExpertError, UnsupportedError, reason_of
 from adapterswap.kit.files.tensorfile import TensorFile
 from adapterswap.kit.files.text import read_json, shown
@@ -79,7 +79,7 @@ def with_adapter(model: Any, adapter: Source) -> Any:
     file = TensorFile.read(adapter.folder / WEIGHTS)
     modules = dict(model.named_modules())
     _check_regexes(adapter, list(modules))
-    check_copies(file, f"The adapter {adapter}", modules)
+    check_copies_in_model(file, f"The adapter {adapter}", modules)
     try:
         with quiet_peft(), folder_without_copies(file) as folder:
             # Keys that the file lacks, or that PEFT renames so that it loses them (for laguna, among other types).

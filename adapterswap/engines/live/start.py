@@ -8,7 +8,7 @@ from typing import Any
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.engines.live.inventory import factors_by_module
-from adapterswap.engines.live.loader import check_copies, load_expert
+from adapterswap.engines.live.loader import check_copies_in_model, load_expert
 from adapterswap.kit.errors import UnsupportedError
 
 
@@ -19,7 +19,7 @@ def take_over(model: Any, adapter: Adapter, trained: Container[str]) -> None:
 
     tensors = factors_by_module(model, "default")
     old_names = {old: new for new, old in adapter.original.items()}
-    check_copies(adapter.file, "the start", dict(model.get_base_model().named_modules()), old_names)
+    check_copies_in_model(adapter.file, "the start", dict(model.get_base_model().named_modules()), old_names)
     with torch.no_grad(), safe_open(adapter.file.path, "pt") as file:
         for name, module in adapter.modules.items():
             for parameter, stored in ((tensors[name].a, module.a), (tensors[name].b, module.b)):

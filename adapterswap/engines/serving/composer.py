@@ -38,7 +38,7 @@ from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.adapter import Prepared, prepare
-from adapterswap.core.writing.copies import check_copies as compare_copies
+from adapterswap.core.writing.copies import check_copies
 from adapterswap.core.writing.outputs import Form
 from adapterswap.engines.serving.cache import Cache, Memo, stamps_in
 from adapterswap.engines.serving.names import Manifest, UnknownNameError, composition_of
@@ -94,7 +94,7 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, str], name: str, target: T
     problems.raise_if_any()
 
 
-def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str) -> None:
+def check_served_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engine: str) -> None:
     """Compare every copy with the base's weight, up to the rounding of the narrower of their dtypes.
 
     Args:
@@ -116,7 +116,7 @@ def check_copies(adapter: Adapter, base_model: str, memo: Memo, name: str, engin
     if memo.get(key):
         return
     remedy = "Serve experts of this base model"
-    compare_copies(name, adapter, base, effect=f"which {engine} leaves out", remedy=remedy)
+    check_copies(name, adapter, base, effect=f"which {engine} leaves out", remedy=remedy)
     memo.put(key, True)
 
 
@@ -278,7 +278,7 @@ class NamedComposer:
         if name not in self.manifest.stacked:  # planning checks those
             check_base_weights({name: adapter.base_fingerprints}, self._base, {name: adapter.config.base_reference})
         check_fits(adapter, self._shapes, name, self.target)
-        check_copies(adapter, self.base_model, self.cache.memo, name, self.target.called)
+        check_served_copies(adapter, self.base_model, self.cache.memo, name, self.target.called)
         if adapter.source.revision:
             self._from_hub[name] = adapter
         return adapter
