@@ -73,6 +73,41 @@ def test_the_page_of_recipe_fields_matches_the_models() -> None:
     assert (ROOT / "docs" / "fields.md").read_text() == script.page(), "run python scripts/recipe_fields.py"
 
 
+def test_quoted_code_is_the_code() -> None:
+    """Blocks that begin with the path of a file: each part between lines of dots stands in it, in this order."""
+    quoted = 0
+    for page in PAGES:
+        blocks = re.findall(
+            r"^ *```py\n *# (\S+\.py)\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        for path, block in blocks:
+            rest = _unindented((ROOT / path).read_text(encoding="utf-8"))
+            for part in re.split(r"^ *\.\.\.\n", block, flags=re.MULTILINE):
+                _, lines, rest = rest.partition(_unindented(part))
+                assert lines, f"{page.name} quotes what {path} does not say: {part}"
+                quoted += 1
+    assert quoted >= 9
+
+
+def _unindented(code: str) -> str:
+    return re.sub(r"^ +", "", code, flags=re.MULTILINE)
+
+
+def test_the_walks_through_the_code_name_what_exists() -> None:
+    """docs/architecture.md, up to the odd cases: every function, method, class, file and part in backticks."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = page.partition("## How a compose works")[2].partition("## Odd cases")[0]
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "adapterswap").rglob("*.py")}
+    defined = set(re.findall(r"^ *(?:def|class) (\w+)", "\n".join(sources.values()), re.MULTILINE))
+    known = defined | {path.stem for path in sources} | {path.parent.name for path in sources}
+
+    prose = re.sub(r"```.*?```", "", walks, flags=re.DOTALL)
+    names = re.findall(r"`(\w[\w./]*)`", prose)
+    unknown = {name for name in names if not known.issuperset(re.split(r"[./]", name.removesuffix(".py")))}
+    assert len(names) > 30
+    assert unknown == set()
+
+
 def test_the_table_of_engines_matches_the_limits() -> None:
     text = (ROOT / "docs" / "adapters.md").read_text()
     assert text == script_called("targets_page").page(text), "run python scripts/targets_page.py"
