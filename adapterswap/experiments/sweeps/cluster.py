@@ -65,11 +65,17 @@ def over_ray(
                 f"Use at most {gpus or cpus}",
                 parameter="workers",
             )
-        remote = ray.remote(num_gpus=1 if gpus else 0, num_cpus=0 if gpus else 1, max_restarts=0)(_Worker)
+
+        # Processes that start in other folders need absolute paths
+        recipe = with_places(
+            prepared.recipe, lambda place: str(Path(place).absolute()) if os.path.exists(Path(place)) else place
+        )
         consent = {name: getattr(prepared.settings, name) for name in ("confirm_run_unsafe_code", "trust_task_code")}
-        arguments = (_anywhere(prepared.recipe), consent)
-        resource = "GPU" if gpus else "CPU"
-        yield _Cluster(prepared, remote, (*arguments, device if gpus else "cpu", dtype), workers or gpus, resource)
+        if gpus:
+            resource, on_each = "GPU", ray.remote(num_gpus=1, num_cpus=0, max_restarts=0)
+        else:
+            resource, on_each, device = "CPU", ray.remote(num_gpus=0, num_cpus=1, max_restarts=0), "cpu"
+        yield _Cluster(prepared, on_each(_Worker), (recipe, consent, device, dtype), workers or gpus, resource)
     finally:
         if started_here:
             ray.shutdown()
@@ -101,11 +107,6 @@ def _connect(address: str, workers: int | None) -> None:
         ) from error
 
 
-def _anywhere(recipe: SweepRecipe) -> SweepRecipe:
-    """The recipe with absolute local paths, for processes that start in other folders."""
-    return with_places(recipe, lambda place: str(Path(place).absolute()) if os.path.exists(Path(place)) else place)
-
-
 class _Worker:
     """A worker. Returns errors instead of raising them, because Ray rewords raised ones."""
 
@@ -135,10 +136,12 @@ class _Cluster:
     ) -> None:
         self._resource = resource
         self._agreed: Mapping[str, Any] = prepared.described
-        self._remote, self._arguments = remote, arguments
+        self._remote = remote
+        self._arguments = arguments
         self._idle: deque[Any] = deque()
         self._busy: dict[Any, tuple[Any, int | None]] = {}  # reference → worker, and its cell, or None while it loads
         self._deaths: Counter[int | None] = Counter()
+
         for _ in range(workers):
             self._start()
         while not self._idle:
@@ -148,7 +151,9 @@ class _Cluster:
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
         """Evaluate cells side by side. Does not call `on_progress`: workers do not report theirs."""
         self._deaths = Counter()
-        waiting, finished, following = deque(range(len(assignments))), dict[int, Judged](), 0
+        waiting = deque(range(len(assignments)))
+        finished: dict[int, Judged] = {}
+        following = 0
         ahead = _AHEAD * (len(self._idle) + len(self._busy))
         while following < len(assignments):
             while self._idle and waiting and waiting[0] < following + ahead:
@@ -158,6 +163,7 @@ class _Cluster:
                 yield finished.pop(following)
                 following += 1
                 continue
+
             index, result = self._await()
             if index is not None and result is not None:
                 finished[index] = result
@@ -171,36 +177,46 @@ class _Cluster:
     def _await(self) -> tuple[int | None, Judged | None]:
         """Wait for a worker: the number of its cell, None if it was loading; and the result, None if it died."""
         ray = _ray()
-        worker, number = self._busy.pop(reference := self._ready())
+        reference = self._ready()
+        worker, number = self._busy.pop(reference)
         try:
             answer = ray.get(reference)
         except ray.exceptions.RayActorError:
             self._deaths[number] += 1
             if self._deaths[number] == _DEATHS:
+                when = "while loading" if number is None else "on the same cell"
                 raise RunError(
-                    f"{_DEATHS} workers died " + ("while loading" if number is None else "on the same cell"),
+                    f"{_DEATHS} workers died {when}",
                     "They probably ran out of memory: use fewer `workers` or a smaller `batch_size`",
                     parameter="workers",
                 ) from None
             self._start()
             return number, None
+
         if isinstance(answer, AdapterswapError):
             raise answer
         self._idle.append(worker)
         if number is None:
             self._agreed = agreed(self._agreed, answer)
-        return number, answer if number is not None else None
+            return None, None
+        return number, answer
 
     def _ready(self) -> Any:
         """The reference of the first worker that is ready. Ray itself waits for ever for a node that is gone."""
-        ray, lost = _ray(), None
-        while not (ready := ray.wait(list(self._busy), num_returns=1, timeout=_LOOK)[0]):
+        ray = _ray()
+        lost: float | None = None
+        while True:
+            ready, _ = ray.wait(list(self._busy), num_returns=1, timeout=_LOOK)
+            if ready:
+                return ready[0]
+
             if ray.cluster_resources().get(self._resource, 0) >= 1:
                 lost = None
-            elif monotonic() - (lost := lost or monotonic()) >= _PATIENCE:
+                continue
+            lost = lost or monotonic()
+            if monotonic() - lost >= _PATIENCE:
                 raise RunError(
                     f"For {_PATIENCE / 60:.2g} minutes no node of the cluster has had a {self._resource} for a worker",
                     "Start a node with `ray start`, and run the same command again to resume",
                     parameter="ray",
                 )
-        return ready[0]

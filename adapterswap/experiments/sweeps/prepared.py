@@ -30,6 +30,7 @@ from adapterswap.engines.serving.places import Place, Places
 from adapterswap.experiments.evaluation import Settings
 from adapterswap.experiments.evaluation.exam import Exam
 from adapterswap.experiments.evaluation.tasks import LoadedTasks
+from adapterswap.experiments.sweeps.families import LANGUAGE, TASK
 from adapterswap.experiments.sweeps.grid import Grid, make_cells
 from adapterswap.experiments.sweeps.plans import Expert, Plans
 from adapterswap.experiments.sweeps.recipe import EngineByKind, SweepRecipe, extra_experts
@@ -104,8 +105,12 @@ class PreparedSweep:
     @property
     def by_rules(self) -> list[tuple[str, Plan]]:
         """The short names of compositions made by rules, which do not show their layers, with their plans."""
-        cells = (cell for cell in self.grid.cells if "rules=" in cell.configuration)
-        return [(cell.short, plan) for cell in cells if (plan := self.plans[cell.cell]) is not None]
+        plans = []
+        for cell in self.grid.cells:
+            plan = self.plans[cell.cell] if "rules=" in cell.configuration else None
+            if plan is not None:
+                plans.append((cell.short, plan))
+        return plans
 
     @property
     def inputs(self) -> list[str | Path | None]:
@@ -142,15 +147,15 @@ def prepare(
             (`UnsupportedError`), a task is unknown or a setting out of range (`ArgumentError`, `FieldError`), or a
             composition does not fit the experts (`CompositionError`).
     """
+    # What is quick comes first
     if out_path is not None:
         check_out_path(out_path, None, overwrite=overwrite)
-    LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)  # first, because it is quick
+    LoadedTasks.check_names(list(named_tasks(recipe)), recipe.settings.include_path)
+
+    # The experts, and the base with the tokenizer and chat template of the prompts
     problems = Problems(FieldError)
     places = _places(recipe)
     experts, base = _opened(recipe, places, problems)
-    settings = recipe.settings.as_settings(
-        confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
-    )
     companions = CompanionPlan.decide_prompts(
         {name: expert.source.folder for name, expert in experts.items()},
         base.source.folder,
@@ -159,23 +164,45 @@ def prepare(
         template=recipe.settings.chat_template_from,
     )
     base = base.with_companions(companions)
+
+    # Settings, tasks and layers
+    settings = recipe.settings.as_settings(
+        confirm_run_unsafe_code=confirm_run_unsafe_code, trust_task_code=trust_task_code
+    )
     with problems.collect():
         settings.check(base.tokenizer)
         settings = settings.dated(base.tokenizer)
     with problems.collect():
         tasks_of_sweep, tasks, harness_tasks = find_tasks(recipe, settings)
     with problems.collect():
-        num_layers = _num_layers(base, recipe.num_layers)
+        base.check_depth(recipe.num_layers, "Leave num_layers out, or correct it")
+        num_layers = Depth.known(
+            recipe.num_layers or base.num_layers,
+            base.reference,
+            "Add `num_layers:` to the recipe",
+            parameter="num_layers",
+        )
     problems.raise_if_any()
+
+    # The cells
     full = [name for name, expert in experts.items() if isinstance(expert, Checkpoint)]
     grid = make_cells(recipe, tasks_of_sweep, num_layers, full)
-    _check_config_owner(recipe, grid)
-    # The weights of a base on the Hub are downloaded now only if experts are compared with them.
+    if recipe.config_from is not None and not any("config_from" in cell.composition for cell in grid.cells):
+        raise FieldError(
+            f"config_from is {recipe.config_from!r}, but no composition has a full checkpoint with a config to choose",
+            "Leave it out: adapters run with the base's config",
+            parameter="config_from",
+        )
+
+    # Their plans. The weights of a base on the Hub are downloaded now only if experts are compared with them.
+    stored = None
     merged = any(cell.output.get("full_rank") for cell in grid.cells) and base.source.revision is None
-    stored = open_checkpoint(recipe.base_model) if full or merged else None
+    if full or merged:
+        stored = open_checkpoint(recipe.base_model)
     plans = Plans(recipe, experts, num_layers, stored, grid.cells)
     plans.check(problems)
     problems.raise_if_any()
+
     sides = {name: side for name, (_, side) in places.items()}
     prepared = PreparedSweep(
         recipe, base, num_layers, experts, sides, tasks, harness_tasks, settings, grid, plans, companions, {}
@@ -186,10 +213,10 @@ def prepare(
 def _places(recipe: SweepRecipe) -> dict[str, tuple[str, str]]:
     """Expert → its folder or Hub id, and its role or its row of `extra`."""
     places: dict[str, tuple[str, str]] = {}
-    for role, members in recipe.by_role.items():
-        places |= {name: (place, role) for name, place in Places(members).adapters.items()}
-    for row, adapters in extra_experts(recipe).items():
-        places |= {name: (place, row) for name, place in adapters.items()}
+    sides = {role: Places(members).adapters for role, members in recipe.by_role.items()}
+    for side, adapters in (*sides.items(), *extra_experts(recipe).items()):
+        for name, place in adapters.items():
+            places[name] = place, side
     return places
 
 
@@ -208,21 +235,12 @@ def _opened(
     return experts, base
 
 
-def _check_config_owner(recipe: SweepRecipe, grid: Grid) -> None:
-    """Refuse a `config_from` that decides nothing."""
-    if recipe.config_from is not None and not any("config_from" in cell.composition for cell in grid.cells):
-        raise FieldError(
-            f"config_from is {recipe.config_from!r}, but no composition has a full checkpoint with a config to choose",
-            "Leave it out: adapters run with the base's config",
-            parameter="config_from",
-        )
-
-
 def _field(name: str, recipe: SweepRecipe) -> str:
     """The field of the recipe that names an expert."""
-    fields = {"task": "task_experts", "language": "language_experts", **dict.fromkeys(recipe.roles, "roles")}
-    roles = (role for role, experts in recipe.by_role.items() if name in Places(experts).adapters)
-    return next((fields[role] for role in roles), "extra")
+    for role, experts in recipe.by_role.items():
+        if name in Places(experts).adapters:
+            return {TASK: "task_experts", LANGUAGE: "language_experts"}.get(role, "roles")
+    return "extra"
 
 
 def _open(place: str, field: str) -> Expert:
@@ -238,8 +256,9 @@ def _open(place: str, field: str) -> Expert:
 
 def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
     """Check that PEFT can hold all adapters in one model."""
-    adapters = {name: expert for name, expert in experts.items() if isinstance(expert, Adapter)}
-    if (reason := clash({name: (adapter.saved, adapter.parts) for name, adapter in adapters.items()})) is not None:
+    parts = {name: (one.saved, one.parts) for name, one in experts.items() if isinstance(one, Adapter)}
+    reason = clash(parts)
+    if reason is not None:
         problems.add(
             reason,
             "Train both the same way, or sweep them separately; `compose` and `evaluate` take compositions of both",
@@ -248,32 +267,24 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
         )
 
 
-def _num_layers(base: OpenedBase, from_recipe: int | None) -> int:
-    base.check_depth(from_recipe, "Leave num_layers out, or correct it")
-    remedy = "Add `num_layers:` to the recipe"
-    return Depth.known(from_recipe or base.num_layers, base.reference, remedy, parameter="num_layers")
-
-
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:
-    base, experts, sides = prepared.base.source, prepared.experts, prepared.sides
+    base = prepared.base.source
+    experts = {}
+    for name, expert in prepared.experts.items():
+        # Hashes that identify it; for a full checkpoint the same as for the base
+        if isinstance(expert, Adapter):
+            hashes = {"sha256": sha256_of(expert.file.path), "config_sha256": expert.config.sha256}
+        else:
+            hashes = expert.identity
+        source = {"source": expert.source.name, "revision": expert.source.revision}
+        experts[name] = {"side": prepared.sides[name], **source, **hashes}
+
     content: dict[str, Any] = {
         "format": FORMAT,
         "adapterswap_version": __version__,
         "recipe": _public_recipe(prepared),
-        "base_model": {
-            "source": base.name,
-            "revision": base.revision,
-            **prepared.base.identity,
-        },
-        "experts": {
-            name: {
-                "side": sides[name],
-                "source": expert.source.name,
-                "revision": expert.source.revision,
-                **_hashes(expert),
-            }
-            for name, expert in experts.items()
-        },
+        "base_model": {"source": base.name, "revision": base.revision, **prepared.base.identity},
+        "experts": experts,
         "num_layers": prepared.num_layers,
         "tasks": {name: info.as_json() for name, info in prepared.tasks.items()},
         "task_files": prepared.settings.task_files,
@@ -281,17 +292,11 @@ def _describe(prepared: PreparedSweep) -> dict[str, Any]:
         "settings": prepared.settings.described(),
         "cells": [cell.as_json() for cell in prepared.grid.cells],
     }
-    if isinstance(engines := prepared.recipe.settings.engine, EngineByKind):
+    engines = prepared.recipe.settings.engine
+    if isinstance(engines, EngineByKind):
         content["settings"]["engine"]["loglikelihood"] = engines.loglikelihood
     plain: dict[str, Any] = json.loads(json.dumps(content))
     return plain
-
-
-def _hashes(expert: Expert) -> dict[str, Any]:
-    """The hashes that identify an expert; for a full checkpoint the same as for the base."""
-    if isinstance(expert, Adapter):
-        return {"sha256": sha256_of(expert.file.path), "config_sha256": expert.config.sha256}
-    return expert.identity
 
 
 def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
@@ -301,16 +306,23 @@ def _public_recipe(prepared: PreparedSweep) -> dict[str, Any]:
     content["base_model"] = str(prepared.base.source)
 
     def named(members: Mapping[str, Place]) -> dict[str, Any]:
-        chains = {
-            name: {"chain": [experts[part].name for part in parts]} for name, parts in Places(members).chains.items()
-        }
-        return {name: chains.get(name) or experts[name].name for name in members}
+        chains = Places(members).chains
+        places: dict[str, Any] = {}
+        for name in members:
+            if name in chains:
+                places[name] = {"chain": [experts[part].name for part in chains[name]]}
+            else:
+                places[name] = experts[name].name
+        return places
 
-    content |= {"task_experts": named(recipe.task_experts), "language_experts": named(recipe.language_experts)}
+    content["task_experts"] = named(recipe.task_experts)
+    content["language_experts"] = named(recipe.language_experts)
     if recipe.roles:
         content["roles"] = {role: named(members) for role, members in recipe.roles.items()}
     if recipe.extra:
-        content["extra"] = {row: [experts[name].name for name in names] for row, names in extra_experts(recipe).items()}
+        content["extra"] = {}
+        for row, names in extra_experts(recipe).items():
+            content["extra"][row] = [experts[name].name for name in names]
     if recipe.settings.include_path is not None:
         content["settings"]["include_path"] = Path(recipe.settings.include_path).resolve().name
     return content

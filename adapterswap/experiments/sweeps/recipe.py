@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal
@@ -85,7 +85,9 @@ class SweepSettings(EvaluationOptions):
     def as_settings(self, folder: Path | None = None, **more: Any) -> Settings:
         """See `EvaluationOptions`. Of two engines, the one that generates."""
         settings = super().as_settings(folder, **more)
-        return replace(settings, engine="vllm") if isinstance(self.engine, EngineByKind) else settings
+        if isinstance(self.engine, EngineByKind):
+            settings = replace(settings, engine="vllm")
+        return settings
 
 
 class DocumentSplit(Declared):
@@ -104,12 +106,18 @@ class DocumentSplit(Declared):
             num_docs: the number of documents.
             groups: the group of each document, if they have groups: a group is not divided.
         """
-        units = list(dict.fromkeys(groups)) if groups else list(range(num_docs))
-        chosen = min(max(1, round(self.fraction * len(units))), len(units) - 1)
-        selected = {units[place] for place in Random(self.seed).sample(range(len(units)), chosen)}
         unit_of = groups or range(num_docs)
-        select = tuple(doc_id for doc_id, unit in enumerate(unit_of) if unit in selected)
-        return select, tuple(doc_id for doc_id, unit in enumerate(unit_of) if unit not in selected)
+        units = list(dict.fromkeys(unit_of))
+        number = min(max(1, round(self.fraction * len(units))), len(units) - 1)
+        selected = {units[place] for place in Random(self.seed).sample(range(len(units)), number)}
+
+        select, report = [], []
+        for doc_id, unit in enumerate(unit_of):
+            if unit in selected:
+                select.append(doc_id)
+            else:
+                report.append(doc_id)
+        return tuple(select), tuple(report)
 
 
 class Halving(Declared):
@@ -157,26 +165,32 @@ def _with_ladders(value: Any, source: Source) -> Any:
     """The experts, with NAME-STEP for each checkpoint of `NAME: {ladder: PATH}`."""
     if not isinstance(value, Mapping):
         return value
+
     experts: dict[str, Any] = {}
     for name, place in value.items():
         added = {name: place}
         if isinstance(place, Mapping) and place.keys() == {"ladder"} and isinstance(place["ladder"], str):
-            inside = source.folder / expand(place["ladder"])
-            folder = inside if os.path.exists(inside) else expand(place["ladder"])
-            found = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
-            steps = sorted(int(match[1]) for match in found if match)
+            folder = source.folder / expand(place["ladder"])
+            if not os.path.exists(folder):
+                folder = expand(place["ladder"])
+            names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
+            steps = sorted(int(match[1]) for match in names if match)
             if not steps:
                 raise ValueError(f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`")
             added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
-        if twice := sorted(added.keys() & experts.keys()):
+
+        twice = sorted(added.keys() & experts.keys())
+        if twice:
             raise ValueError(f"{twice[0]!r} is both an expert and a checkpoint of a ladder: rename one")
         experts |= added
     return experts
 
 
 def _with_tasks(value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
-    if isinstance(value, dict) and (empty := [name for name, tasks in value.items() if not tasks]):
-        raise ValueError(f"{empty[0]} has no task")
+    if isinstance(value, dict):
+        for name, tasks in value.items():
+            if not tasks:
+                raise ValueError(f"{name} has no task")
     return value
 
 
@@ -270,10 +284,14 @@ class SweepRecipe(Declared):
     @property
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Each chain among the experts → the names of its adapters."""
-        return {name: parts for experts in self.by_role.values() for name, parts in Places(experts).chains.items()}
+        chains: dict[str, tuple[str, ...]] = {}
+        for experts in self.by_role.values():
+            chains |= Places(experts).chains
+        return chains
 
     def check(self) -> None:
-        if shared := sorted(self.task_experts.keys() & self.language_experts.keys()):
+        shared = sorted(self.task_experts.keys() & self.language_experts.keys())
+        if shared:
             raise ValueError(f"{shared[0]!r} is both a task expert and a language expert: rename one")
         self._check_roles()
         self._check_owners()
@@ -282,13 +300,17 @@ class SweepRecipe(Declared):
                 ("task", pair.task, self.task_experts),
                 ("language", pair.language, self.language_experts),
             ):
-                if unknown := [name for name in names if name not in experts]:
-                    raise ValueError(f"pairs: {unknown[0]!r} is not a {side} expert ({', '.join(experts)})")
+                for name in names:
+                    if name not in experts:
+                        raise ValueError(f"pairs: {name!r} is not a {side} expert ({', '.join(experts)})")
+
         if not self.compositions and not self.baselines and not self.extra:
             raise ValueError("there is nothing to evaluate: add compositions, baselines or extra")
         rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
-        if clash := sorted(rows & self.extra.keys()):
+        clash = sorted(rows & self.extra.keys())
+        if clash:
             raise ValueError(f"extra: {clash[0]!r} is already the name of another row: choose another name")
+
         if self.search is not None:
             choices = [family for family in self.compositions if family.has_choice]
             if not choices:
@@ -298,7 +320,9 @@ class SweepRecipe(Declared):
 
     def _check_owners(self) -> None:
         """Check the names in `tokenizer` and `config_from`."""
-        experts = [BASE, *(name for members in self.by_role.values() for name in Places(members).adapters)]
+        experts = [BASE]
+        for members in self.by_role.values():
+            experts += Places(members).adapters
         for key, owner, known in (
             ("tokenizer", self.tokenizer, experts),
             ("config_from", self.config_from, [*experts, *self.by_role]),
@@ -308,26 +332,31 @@ class SweepRecipe(Declared):
                 raise FieldMistake(f"{key} is {owner!r}, which this recipe does not name", key, remedy=remedy)
 
     def _check_roles(self) -> None:
+        """Check that each name has one meaning, and that rules name experts or roles."""
         homes: dict[str, str] = {}
+        places: dict[str, Place] = {}
         for role, experts in self.by_role.items():
-            for name in experts:
+            for name, place in experts.items():
                 if name in homes:
                     raise FieldMistake(f"{name!r} is an expert of two roles: {homes[name]} and {role}", "roles")
                 homes[name] = role
-        if shared := Places(
-            {name: place for experts in self.by_role.values() for name, place in experts.items()}
-        ).shared_name:
+                places[name] = place
+        shared = Places(places).shared_name
+        if shared:
             raise ValueError(f"{shared!r} is an expert and an adapter of a chain: rename the expert")
+
+        roles = {role: [*names] for role, names in self.by_role.items()}
         for family in self.compositions:
             rules = family.rules or ()
+            prefix = f"compositions: {family.name or 'rules'}: "
             problems = Problems(FieldError)
             if family.rules is not None:
                 check_names(named_in(rules), [*homes, *self.by_role], problems, rules)
             mistake = next(iter(problems), None)
-            prefix = f"compositions: {family.name or 'rules'}: "
             if mistake is not None:
                 raise FieldMistake(prefix + mistake.message, "compositions", remedy=mistake.remedy)
-            if message := check_roles(named_in(rules), {role: [*names] for role, names in self.by_role.items()}):
+            message = check_roles(named_in(rules), roles)
+            if message:
                 raise FieldMistake(prefix + message, "compositions")
 
     def check_cells(self, num_layers: int) -> None:
@@ -341,7 +370,8 @@ class SweepRecipe(Declared):
         target = {name: tuple(tasks) for name, tasks in self.target_groups().items()}
         problems = Problems(CompositionError)
         for cell in make_cells(self, SweepTasks(target, tuple(self.retention)), num_layers).cells:
-            if (composition := cell.parsed) is not None:
+            composition = cell.parsed
+            if composition is not None:
                 with problems.collect():
                     composition.rules(num_layers)
         problems.raise_if_any()
@@ -350,6 +380,7 @@ class SweepRecipe(Declared):
         """Language expert → the names of its target tasks, as in the recipe."""
         if isinstance(self.tasks, list):
             return dict.fromkeys(self.language_experts, self.tasks)
+
         problems = Problems(FieldError)
         groups: dict[str, list[str]] = {}
         for pattern, tasks in self.tasks.items():
@@ -362,6 +393,7 @@ class SweepRecipe(Declared):
                 )
             for name in matched:
                 groups.setdefault(name, []).extend(tasks)
+
         for name in self.language_experts:
             if name not in groups:
                 problems.add(
@@ -437,15 +469,19 @@ class SweepTasks:
 
     def of(self, languages: Iterable[str]) -> tuple[str, ...]:
         """The target tasks of these language experts, each once, then retention."""
-        target = (task for language in languages for task in self.target[language])
-        return tuple(dict.fromkeys((*target, *self.retention)))
+        tasks: dict[str, None] = {}
+        for language in languages:
+            tasks |= dict.fromkeys(self.target[language])
+        return tuple(tasks | dict.fromkeys(self.retention))
 
 
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
     """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
     number = count(1)
-    listed = {row: [places] if isinstance(places, str) else places for row, places in recipe.extra.items()}
-    return {row: {f"{EXTRA}{next(number)}": place for place in places} for row, places in listed.items()}
+    experts = {}
+    for row, places in recipe.extra.items():
+        experts[row] = {f"{EXTRA}{next(number)}": place for place in as_list(places)}
+    return experts
 
 
 def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -453,12 +489,15 @@ def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...],
     if recipe.pairs is not None:
         pairs = [(pair.task, pair.language) for pair in recipe.pairs]
     else:
-        pairs = [((task,), (language,)) for task in recipe.task_experts for language in recipe.language_experts]
+        names = product(recipe.task_experts, recipe.language_experts)
+        pairs = [((task,), (language,)) for task, language in names]
+
     if recipe.soup_sides:
         by_tasks: dict[tuple[str, ...], list[str]] = {}
         for name, tasks in recipe.target_groups().items():
             by_tasks.setdefault(tuple(tasks), []).append(name)
-        pairs += [(tuple(recipe.task_experts), tuple(names)) for names in by_tasks.values()]
+        for languages in by_tasks.values():
+            pairs.append((tuple(recipe.task_experts), tuple(languages)))
     if family.language == BASE:
         pairs = [(task, ()) for task, _ in pairs]
     return list(dict.fromkeys(pairs))

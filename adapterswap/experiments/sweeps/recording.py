@@ -111,13 +111,17 @@ def _compare(stored: Mapping[str, Any], described: Mapping[str, Any], folder: Pa
     remedy = "Repeat the first sweep's settings, choose another path, or pass `overwrite=True`"
     problems = Problems(RunError)
     for key, value in described.items():
-        earlier = value if key == "recipe" else stored.get(key)
+        earlier = stored.get(key)
+        if key == "recipe" or value == earlier:
+            continue
+
+        changed = [key]
         if key in ("settings", "versions", "task_files") and isinstance(earlier, dict):
             # What only a loaded model tells is in the folder alone. A recipe without an engine has transformers.
-            names = value.keys() | earlier.keys() & (earlier.keys() if key == "task_files" else Settings.WHERE_SET)
+            names = value.keys() | earlier.keys()
+            if key != "task_files":
+                names = value.keys() | (earlier.keys() & Settings.WHERE_SET)
             changed = [f"{key}.{name}" for name in names if value.get(name) != earlier.get(name)]
-        else:
-            changed = [] if value == earlier else [key]
         for name in sorted(changed):
             problems.add(f"{folder} holds another sweep, begun with other {name}", remedy, parameter="out_path")
     problems.raise_if_any()
@@ -198,6 +202,7 @@ class Recording:
         """
         if task in self._checked:
             return
+
         path = prompts_file(self._folder, task)
         text = "".join(map(_line, questions))
         if not os.path.exists(path):
@@ -221,7 +226,9 @@ class Recording:
         self.findings.results[result.cell.cell] = result
 
     def _append(self, name: str, content: Mapping[str, Any]) -> None:
-        path, line = self._folder / name, _line(content).encode("utf-8", "backslashreplace")
+        """Append a line to a file so that it is complete or absent."""
+        path = self._folder / name
+        line = _line(content).encode("utf-8", "backslashreplace")
         with _explained(self._folder):
             is_new = not os.path.exists(path)
             with path.open("ab", buffering=0) as file:
@@ -262,9 +269,11 @@ def _output_kind(folder: Path) -> OutputKind:
 def _clean_up(folder: Path) -> None:
     """Clean up after a killed sweep: cut off incomplete lines, and remove unfinished files."""
     foreign = _output_kind(folder).strangers(folder)
-    for leftover in (*folder.glob(f"*{_TMP}"), *folder.glob(f"{SAMPLES}/*{_TMP}"), *folder.glob(f"{PROMPTS}/*{_TMP}")):
-        if leftover.relative_to(folder).as_posix() not in foreign:
-            leftover.unlink()
+    for place in (folder, folder / SAMPLES, folder / PROMPTS):
+        for leftover in place.glob(f"*{_TMP}"):
+            if leftover.relative_to(folder).as_posix() not in foreign:
+                leftover.unlink()
+
     for path in (folder / CELLS, folder / RUNGS):
         if os.path.exists(path):
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
@@ -275,7 +284,10 @@ def _clear(folder: Path) -> None:
     for path in sorted(folder.iterdir(), key=lambda path: path.name == SWEEP):
         if path.name in (*_LOCKS, PREREGISTRATION):
             continue
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextmanager
@@ -350,7 +362,11 @@ class Preregistration:
             return None
         content = _read(path)
         registered, comparison = content["sweep"], content["comparison"]
-        differences = [name for key in _COMPARED for name in _differing(key, registered.get(key), described.get(key))]
+        differences: list[str] = []
+        for key in _COMPARED:
+            differences += _differing(key, registered.get(key), described.get(key))
+
+        # What a report compares
         if comparison["reference"] != reference:
             differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
         registered_methods = comparison["methods"]
@@ -395,31 +411,36 @@ class Preregistration:
             The file's content, and its hash as `sha256`.
         """
         families = list(dict.fromkeys(cell.family for cell in prepared.grid.cells))
-        requested = {"reference": [] if reference is None else [reference], "methods": methods or []}
-        for parameter, names in requested.items():
-            for name in names:
-                if name not in families:
-                    remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
-                    raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
+        requested = [("methods", name) for name in methods or []]
+        if reference is not None:
+            requested.insert(0, ("reference", reference))
+        for parameter, name in requested:
+            if name not in families:
+                remedy = did_you_mean(name, families, f"Use one of: {', '.join(families)}")
+                raise ArgumentError(f"The recipe has no method {name!r}", remedy, parameter=parameter)
         if methods is not None and len(set(methods)) < 2:
             raise ArgumentError(
                 f"`methods` names {len(set(methods))}, but a comparison needs two",
                 "Name two or more",
                 parameter="methods",
             )
-        tested = [family for family in families if methods is None or family in methods]
-        chosen = Preregistration.default_reference(tested) if reference is None else reference
+
+        if reference is None:
+            tested = [family for family in families if methods is None or family in methods]
+            reference = Preregistration.default_reference(tested)
         content = {
             "format": PREREGISTRATION_FORMAT,
             "adapterswap_version": __version__,
             "sweep": dict(prepared.described),
-            "comparison": {"reference": chosen, "methods": None if methods is None else list(methods)},
+            "comparison": {"reference": reference, "methods": None if methods is None else list(methods)},
             "selection": "for each pair by itself, the best configuration on the documents to choose on; of equals the "
             "default, then the first; reported on the other documents",
         }
         text = visible(json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False)) + "\n"
         raw = text.encode("utf-8", "backslashreplace")
         registered = {**content, "sha256": hashlib.sha256(raw).hexdigest()}
+
+        # Only an empty folder, or one with the same pre-registration, may be written
         folder = expand(out_path)
         OutputKind.check_place(folder, prepared.inputs)
         if any(os.path.exists(folder / name) for name in (SWEEP, CELLS, RUNGS)):
@@ -439,28 +460,40 @@ class Preregistration:
             )
         if os.path.exists(folder) and any(folder.iterdir()):
             raise OutputError(f"{folder} already exists and is not empty", "Choose another path", parameter="out_path")
-        if not dry_run:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with replacing(path, path.with_name(path.name + ".tmp")) as building:
-                    building.write_bytes(raw)
-            except OSError as error:
-                raise OutputError(
-                    f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
-                ) from None
+        if dry_run:
+            return registered
+
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path, path.with_name(path.name + ".tmp")) as building:
+                building.write_bytes(raw)
+        except OSError as error:
+            raise OutputError(
+                f"{folder} cannot be written: {error.strerror}", "Choose another path", parameter="out_path"
+            ) from None
         return registered
 
 
 def _differing(key: str, before: Any, after: Any) -> list[str]:
+    if before == after:
+        return []
+
     if isinstance(before, dict) and isinstance(after, dict):
-        # Settings that come from the loaded model (its dtype) are unknown when `freeze` runs.
-        names = before if key == "settings" else before.keys() | after.keys()
+        # Settings that come from the loaded model (its dtype) are unknown when `freeze` runs
+        names = set(before)
+        if key != "settings":
+            names |= after.keys()
         return [f"{key}.{name} differs" for name in sorted(names) if before.get(name) != after.get(name)]
+
     if key == "cells" and isinstance(before, list) and isinstance(after, list):
         old, new = ({cell["cell"] for cell in cells} for cells in (before, after))
-        lines = [f"registered compositions that are missing: {len(old - new)}"] * bool(old - new)
-        return lines + [f"compositions that were not registered: {len(new - old)}"] * bool(new - old)
-    return [] if before == after else [f"{key} differs"]
+        lines = []
+        if old - new:
+            lines.append(f"registered compositions that are missing: {len(old - new)}")
+        if new - old:
+            lines.append(f"compositions that were not registered: {len(new - old)}")
+        return lines
+    return [f"{key} differs"]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -94,8 +94,10 @@ class TaskValue(Carrier):
 
     def mean_over(self, doc_ids: tuple[int, ...]) -> float | None:
         """The mean primary score of these documents; None if documents have no scores of their own."""
-        scores = [self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs]
-        return sum(scores) / len(scores) if scores else None
+        scores = self.only(doc_ids).docs.values()
+        if not scores:
+            return None
+        return sum(scores) / len(scores)
 
     def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
         """The scores of these documents alone, without those of the whole task."""
@@ -161,9 +163,9 @@ class Findings:
 
     @classmethod
     def of(cls, results: Iterable[CellResult], rungs: Iterable[RungResult]) -> Findings:
-        return cls(
-            {result.cell.cell: result for result in results}, {(rung.cell, rung.documents): rung for rung in rungs}
-        )
+        by_cell = {result.cell.cell: result for result in results}
+        by_rung = {(rung.cell, rung.documents): rung for rung in rungs}
+        return cls(by_cell, by_rung)
 
     @property
     def seen(self) -> set[str]:
@@ -176,14 +178,14 @@ class Findings:
         finished = self.results.get(cell)
         if assignment.documents is None or rung is None:
             return finished
+
+        # A search with another seed takes other documents, though as many
         rung_result = self.rungs.get((cell, rung))
-        requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
-        # A search with another seed takes other documents, though as many.
-        if (
-            rung_result is not None
-            and {task: {*value.docs} for task, value in rung_result.results.items()} == requested
-        ):
-            return rung_result
+        if rung_result is not None:
+            requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
+            if {task: {*value.docs} for task, value in rung_result.results.items()} == requested:
+                return rung_result
+
         if finished is None:
             return None
         parts = {task: finished.results[task].only(doc_ids) for task, doc_ids in assignment.documents.items()}
@@ -200,11 +202,6 @@ class Question(NamedTuple):
 
     prompt: str
     choices: tuple[str, ...]
-
-
-def _choices(row: Mapping[str, Any]) -> tuple[str, ...]:
-    choices = row.get("choices")
-    return tuple(map(str, choices)) if isinstance(choices, list) else ()
 
 
 SWEEP, CELLS, RUNGS, SAMPLES, PROMPTS = "sweep.json", "cells.jsonl", "rungs.jsonl", "samples", "prompts"
@@ -247,15 +244,23 @@ class Run:
     def samples(self, cell: Cell) -> list[dict[str, Any]] | None:
         """What `read_samples` returns for a cell; None if the folder has no samples of it."""
         folder = self.folder_of(cell.cell)
-        return read_samples(folder, cell.cell) if os.path.exists(samples_file(folder, cell)) else None
+        if not os.path.exists(samples_file(folder, cell)):
+            return None
+        return read_samples(folder, cell.cell)
 
     def questions(self, task: str, cell: Cell) -> dict[int, Question] | None:
         """The questions of a task by document, from the folder that holds a cell; None if it has none."""
         path = prompts_file(self.folder_of(cell.cell), task)
         if not os.path.exists(path):
             return None
-        rows = _read_lines(path, {"doc_id": int, "prompt": str})
-        return {row["doc_id"]: Question(row["prompt"], _choices(row)) for row in rows}
+
+        questions = {}
+        for row in _read_lines(path, {"doc_id": int, "prompt": str}):
+            choices = row.get("choices")
+            if not isinstance(choices, list):
+                choices = []
+            questions[row["doc_id"]] = Question(row["prompt"], tuple(map(str, choices)))
+        return questions
 
     @property
     def selects(self) -> bool:
@@ -267,10 +272,11 @@ class Run:
         """The run with the documents that are reported: all of them, if no configuration is chosen on a part."""
         if self.selects:
             return self
-        whole = {
-            name: replace(task, select=(), report=tuple(range(task.num_docs))) for name, task in self.tasks.items()
-        }
-        return replace(self, tasks=whole)
+
+        tasks = {}
+        for name, task in self.tasks.items():
+            tasks[name] = replace(task, select=(), report=tuple(range(task.num_docs)))
+        return replace(self, tasks=tasks)
 
     @property
     def given_up(self) -> tuple[Cell, ...]:
@@ -294,20 +300,25 @@ class Run:
             lines.append(
                 "Requests were answered one by one: beside longer ones in a batch, this model answers them differently."
             )
+
         for task in self.tasks.values():
             values = [result.results[task.name] for result in self.results if task.name in result.results]
-            if unscored := sum(value.value is None for value in values):
+            unscored = sum(value.value is None for value in values)
+            if unscored:
                 lines.append(
                     f"{task.name}: {unscored:,} of {len(values):,} cells have no score: it is not a finite number, or "
                     "beyond 1e50. They are left out, as if they were not finished. Check their outputs in samples/."
                 )
-            if cut := sum(value.cut or 0 for value in values):
+
+            cut = sum(value.cut or 0 for value in values)
+            if cut:
                 outputs = sum(task.num_docs for value in values if value.cut is not None)
                 cells = sum(bool(value.cut) for value in values)
                 lines.append(
                     f"{task.name}: {cut:,} of {outputs:,} outputs were cut at the token limit, in {cells:,} of "
                     f"{len(values):,} cells. Raise max_gen_toks if answers come late."
                 )
+
             if values and task.higher_is_better and all(value.value == 0 for value in values):
                 cells_text = f"all {len(values):,} cells" if len(values) > 1 else "the only cell"
                 lines.append(
@@ -329,6 +340,7 @@ class Run:
         if not os.path.exists(folder / SWEEP):
             raise NotFoundError(f"{folder} holds no {SWEEP}, so it is not a sweep's folder", _REMEDY, parameter="run")
         files_inside(folder, ["**/*"], kind=DataError)
+
         described = read_json(folder / SWEEP, _REMEDY, kind=DataError)
         if described.get("format") != FORMAT:
             raise DataError(
@@ -340,7 +352,10 @@ class Run:
             cells = tuple(Cell.from_json(content) for content in described["cells"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{folder / SWEEP} is damaged: {error!r}", _AGAIN) from None
-        results, rungs = _parse(folder / CELLS, CellResult.from_json), _parse(folder / RUNGS, RungResult.from_json)
+
+        # Each line is of another cell of this sweep
+        results = _parse(folder / CELLS, CellResult.from_json)
+        rungs = _parse(folder / RUNGS, RungResult.from_json)
         by_id = {cell.cell: cell for cell in cells}
         for number, result in enumerate(results, 1):
             if by_id.pop(result.cell.cell, None) != result.cell or set(result.results) != set(result.cell.tasks):
@@ -407,7 +422,9 @@ def _read_lines(path: Path, fields: Mapping[str, type]) -> list[dict[str, Any]]:
             rows = [*json_lines(file, dict)]
         except ValueError as error:
             raise DataError(f"{path} is damaged: {error}", _AGAIN) from None
+
     for number, row in enumerate(rows, 1):
-        if wrong := [name for name, kind in fields.items() if name not in row or not isinstance(row[name], kind)]:
-            raise DataError(f"{path} is damaged: row {number} has no valid {wrong[0]}", _AGAIN, parameter="run")
+        for name, kind in fields.items():
+            if name not in row or not isinstance(row[name], kind):
+                raise DataError(f"{path} is damaged: row {number} has no valid {name}", _AGAIN, parameter="run")
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, product
 from typing import Any
 
 from adapterswap.experiments.evaluation import Settings
@@ -19,7 +20,7 @@ _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers a
 def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
     """The tasks, groups and patterns that a recipe names, once each."""
     listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
-    return dict.fromkeys(name for names in [*listed, recipe.retention] for name in names)
+    return dict.fromkeys(chain.from_iterable([*listed, recipe.retention]))
 
 
 def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], LoadedTasks]:
@@ -35,39 +36,41 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
                 loaded[key] = LoadedTasks.load(names, settings).tasks
         return tuple(loaded.get(key, ()))
 
+    # The harness's tasks, by their full names
     target = {language: load(names) for language, names in groups.items()}
     retention = load(recipe.retention) if recipe.retention else ()
     problems.raise_if_any()
-    known = LoadedTasks({name: task for tasks in loaded.values() for name, task in tasks.items()})
+    by_name: dict[str, Any] = {}
+    for tasks in loaded.values():
+        by_name |= tasks
+    known = LoadedTasks(by_name)
     known.check_own_settings(named_tasks(recipe), settings)
     if settings.language_fidelity:
         known.check_languages()
-    targets = dict.fromkeys(task for tasks in target.values() for task in tasks)
+
+    # What the recipe says of single tasks
+    targets = dict.fromkeys(chain.from_iterable(target.values()))
     for name in retention:
         if name in targets:
             problems.add(
                 f"The task {name} is both in tasks and in retention", "Name it only once", parameter="retention"
             )
-    for name in recipe.primary:
-        if name not in known.tasks:
-            problems.add(
-                f"primary: {name!r} is not among the tasks ({', '.join(known.tasks)})",
-                "Name one of them",
-                parameter="primary",
-            )
-    for name in recipe.group:
-        if name not in known.tasks:
-            problems.add(
-                f"group: {name!r} is not among the tasks ({', '.join(known.tasks)})",
-                "Name one of them",
-                parameter="group",
-            )
+    for key, names in (("primary", recipe.primary), ("group", recipe.group)):
+        for name in names:
+            if name not in known.tasks:
+                problems.add(
+                    f"{key}: {name!r} is not among the tasks ({', '.join(known.tasks)})",
+                    "Name one of them",
+                    parameter=key,
+                )
     infos = {}
     for name in (*targets, *retention):
         role = "target" if name in targets else "retention"
         with problems.collect():
             infos[name] = _describe_task(name, known, role, recipe, settings)
     problems.raise_if_any()
+
+    # All tasks together
     kinds = {known.tasks[name].OUTPUT_TYPE == "generate_until" for name in infos}
     if isinstance(recipe.settings.engine, EngineByKind) and len(kinds) == 1:
         engine = recipe.settings.engine.generate if kinds == {True} else recipe.settings.engine.loglikelihood
@@ -82,7 +85,8 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
     """Refuse targets with opposite directions of better scores: configurations are chosen by the targets' mean."""
-    higher, lower = ([task.name for task in targets if task.higher_is_better is more] for more in (True, False))
+    higher = [task.name for task in targets if task.higher_is_better]
+    lower = [task.name for task in targets if not task.higher_is_better]
     if higher and lower:
         raise FieldError(
             f"tasks: higher scores are better in {', '.join(higher)}, but lower ones in {', '.join(lower)}, so their "
@@ -97,15 +101,26 @@ def _describe_task(name: str, loaded: LoadedTasks, role: str, recipe: SweepRecip
 
     task = loaded.tasks[name]
     metric, filter_name = _primary(name, task, recipe.primary.get(name))
+    directions = task.higher_is_better() or {}
+
     available = len(task.eval_docs)
     num_docs = min(get_sample_size(task, settings.limit) or available, available)
     group, groups = _groups(name, task, recipe.group.get(name), num_docs)
     select, report = recipe.selection.split(num_docs, groups)
-    better = _better(task).get(metric) is not False
     return TaskInfo(
-        name, role, loaded.language(name), (metric, filter_name), better, num_docs, select, report,
-        loaded.fingerprint(name), group, groups, averaged=_is_mean(task.aggregation()[metric]),
-    )  # fmt: skip
+        name=name,
+        role=role,
+        language=loaded.language(name),
+        primary=(metric, filter_name),
+        higher_is_better=directions.get(metric) is not False,
+        num_docs=num_docs,
+        select=select,
+        report=report,
+        sha256=loaded.fingerprint(name),
+        group=group,
+        groups=groups,
+        averaged=_is_mean(task.aggregation()[metric]),
+    )
 
 
 def _groups(name: str, task: Any, column: str | None, num_docs: int) -> tuple[str | None, tuple[str, ...]]:
@@ -115,19 +130,21 @@ def _groups(name: str, task: Any, column: str | None, num_docs: int) -> tuple[st
     own = metadata.get("group") if isinstance(metadata, Mapping) else None
     chosen = column or own
     if chosen is None:
-        has_templates = all(isinstance(row, Mapping) and _TEMPLATE in row for row in rows)
-        values = [str(row[_TEMPLATE]) for row in rows] if has_templates else []
-        # A column that says the same everywhere, or something else in each row, is the text of a prompt.
-        return (_TEMPLATE, tuple(values)) if 1 < len({*values}) < num_docs else (None, ())
+        if not all(isinstance(row, Mapping) and _TEMPLATE in row for row in rows):
+            return None, ()
+        # A column that says the same everywhere, or something else in each row, is the text of a prompt
+        values = tuple(str(row[_TEMPLATE]) for row in rows)
+        if not 1 < len(set(values)) < num_docs:
+            return None, ()
+        return _TEMPLATE, values
 
-    missing = next((place for place, row in enumerate(rows) if row.get(chosen) is None), None)
-    if missing is not None:
-        columns = ", ".join(map(str, rows[missing]))
-        raise FieldError(
-            f"group: row {missing} of {name} has no value in the column {chosen!r}",
-            f"Name a column that all rows have: {columns}",
-            parameter="group",
-        )
+    for place, row in enumerate(rows):
+        if row.get(chosen) is None:
+            raise FieldError(
+                f"group: row {place} of {name} has no value in the column {chosen!r}",
+                f"Name a column that all rows have: {', '.join(map(str, row))}",
+                parameter="group",
+            )
     return str(chosen), tuple(str(row[chosen]) for row in rows)
 
 
@@ -140,21 +157,21 @@ def _is_mean(aggregate: Callable[[list[float]], float]) -> bool:
         return False
 
 
-def _better(task: Any) -> Mapping[str, bool]:
-    return task.higher_is_better() or {}
-
-
 def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
     """(metric, filter) of the primary score: the recipe's, or the first; the filter `normalized` goes before others."""
     metrics = list(task.aggregation())
     if not metrics:
         raise FieldError(f"tasks: {name} has no score", "Run it with `adapterswap evaluate`", parameter="tasks")
     filters = [ensemble.name for ensemble in task._filters]
+    usual = filters[0]
+    if _OURS in filters:
+        usual = _OURS
     if not requested:
-        return metrics[0], _OURS if _OURS in filters else filters[0]
+        return metrics[0], usual
+
     metric, _, filter_name = requested.partition(",")
-    filter_name = filter_name or (_OURS if _OURS in filters else filters[0])
+    filter_name = filter_name or usual
     if metric not in metrics or filter_name not in filters:
-        choices = ", ".join(f"{measure},{chosen}" for measure in metrics for chosen in filters)
+        choices = ", ".join(f"{measure},{chosen}" for measure, chosen in product(metrics, filters))
         raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {choices}", parameter="primary")
     return metric, filter_name
