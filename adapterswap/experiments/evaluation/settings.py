@@ -89,20 +89,23 @@ class Settings:
     @property
     def day(self) -> datetime.date | None:
         """`date` as a date."""
-        return None if self.date is None else datetime.date.fromisoformat(self.date)
+        if self.date is None:
+            return None
+        return datetime.date.fromisoformat(self.date)
 
     @property
     def task_files(self) -> dict[str, str]:
-        """Path below `include_path` → fingerprint, of all files in it."""
+        """Path below `include_path` → fingerprint, of all files in it but caches and hidden ones."""
         if self.include_path is None:
             return {}
+
         folder = expand(self.include_path)
-        names = [path.relative_to(folder) for path in files_in(folder)]
-        return {
-            name.as_posix(): fingerprint(folder / name)
-            for name in names
-            if not any(part.startswith(_PASSING) for part in name.parts)
-        }
+        prints = {}
+        for path in files_in(folder):
+            name = path.relative_to(folder)
+            if not any(part.startswith(_PASSING) for part in name.parts):
+                prints[name.as_posix()] = fingerprint(path)
+        return prints
 
     def check_processes(self, count: int) -> None:
         """Refuse several processes that would each start an engine."""
@@ -115,7 +118,9 @@ class Settings:
 
     def chat(self, tokenizer: Any) -> ChatTemplate:
         """The tokenizer's chat template with these variables and this date."""
-        variables = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        variables = {}
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
         return ChatTemplate(tokenizer, variables, date=self.day)
 
     def dated(self, tokenizer: Any) -> Settings:
@@ -125,12 +130,16 @@ class Settings:
         from jinja2 import TemplateError
 
         template = self.chat(tokenizer)
-        system = [{"role": "system", "content": self.system_instruction}] if self.system_instruction else []
+        messages = [{"role": "user", "content": "?"}]
+        if self.system_instruction:
+            messages.insert(0, {"role": "system", "content": self.system_instruction})
         try:
-            template([*system, {"role": "user", "content": "?"}], add_generation_prompt=True)
+            template(messages, add_generation_prompt=True)
         except TemplateError:
             return self  # the first prompt reports it
-        return replace(self, date=template.today.isoformat()) if template.asked_date else self
+        if not template.asked_date:
+            return self
+        return replace(self, date=template.today.isoformat())
 
     def check(self, tokenizer: Any) -> None:
         """Check the settings against the base's tokenizer, and report all problems together.
@@ -141,8 +150,9 @@ class Settings:
             BaseModelError: the tokenizer has no end-of-sequence token.
         """
         problems = Problems(ArgumentError)
+
+        # Numbers. The harness would take 0 as no limit at all, and 2.5 as 2.
         limit = self.limit
-        # The harness would take 0 as no limit at all, and 2.5 as 2.
         if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
             problems.add(
                 f"`limit` is {limit:g}, which is neither a whole number of documents nor a fraction of them",
@@ -156,6 +166,8 @@ class Settings:
             problems.add(
                 f"`max_length` is {self.max_length}", "Pass 2 or more: a prompt and its output", parameter="max_length"
             )
+
+        # Texts and choices
         for name, content in (("system_instruction", self.system_instruction), ("gen_kwargs", self.gen_kwargs)):
             for text in broken_texts(content):
                 problems.add(
@@ -171,6 +183,8 @@ class Settings:
                 "Pass `engine=vllm` too, or leave them out",
                 parameter="engine_args",
             )
+
+        # What the tokenizer must have, and dates for its chat template
         if tokenizer.eos_token_id is None:
             problems.add(
                 "The tokenizer has no end-of-sequence token",
@@ -267,9 +281,8 @@ class EvaluationOptions(Declared, finite=True):
             folder: the folder that `include_path` is relative to; None for the current folder.
             more: settings that are not for recipes: only the user can allow a model's or a task's code to run.
         """
-        content = {
-            name: getattr(self, name) for name in type(self).model_fields if name in Settings.__dataclass_fields__
-        }
+        names = type(self).model_fields.keys() & Settings.__dataclass_fields__.keys()
+        content = {name: getattr(self, name) for name in names}
         if folder is not None and self.include_path is not None:
             content["include_path"] = folder / expand(self.include_path)
         return Settings(**content, **more)

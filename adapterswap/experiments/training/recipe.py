@@ -85,7 +85,9 @@ def _canonical(value: Any) -> Any:
     """Layers as `format_layers` writes them."""
     if value is None or isinstance(value, bool):
         return value
-    layers = parse_layers(",".join(map(str, value)) if isinstance(value, list) else str(value))
+
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    layers = parse_layers(text)
     if not layers:
         raise ValueError("it names no layer")
     return format_layers(layers)
@@ -313,7 +315,9 @@ class DatasetSource(Declared):
     def files(self, folder: Path) -> list[Path]:
         """The local files that this source may name; `path` is relative to `folder`."""
         local = folder / expand(self.path)
-        listed = self.data_files if isinstance(self.data_files, list) else [self.data_files or ""]
+        listed = self.data_files
+        if not isinstance(listed, list):
+            listed = [listed or ""]
         names = [expand(name) for name in listed]
         if os.path.isdir(local):
             return [local / name for name in names]
@@ -330,9 +334,11 @@ class DatasetSource(Declared):
         """Refuse what is neither a file nor a dataset on the Hub: `datasets` also runs queries and opens addresses."""
         if source.overridden is None:
             return  # made in Python
+
         nearby = os.path.exists(source.folder / self.path)
         is_local = self.path.startswith((".", "/", "~")) or Path(self.path).suffix or nearby
-        if (reason := foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))) is not None:
+        reason = foreign_source(self.path, self.data_files, self.data_dir, known=bool(is_local))
+        if reason is not None:
             raise ValueError(f"the dataset {reason}")
 
 
@@ -381,11 +387,15 @@ def _list_values(value: Any) -> Any:
 
     The keys let fragments add an item, change one or remove one (with null); a plain list is replaced as a whole.
     """
-    return [item for item in value.values() if item is not None] if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return [item for item in value.values() if item is not None]
 
 
 def _as_options(value: Any) -> Any:
-    return {"method": "none"} if value == "none" else value
+    if value == "none":
+        return {"method": "none"}
+    return value
 
 
 class TrainRecipe(Declared):
@@ -449,14 +459,17 @@ class TrainRecipe(Declared):
         self._check_regime()
 
     def _check_sides(self) -> None:
-        sources = [("datasets", self.datasets), ("validation.datasets", (self.validation and self.validation.datasets))]
-        for key, datasets in sources:
-            sides = [source.side for source in datasets or []]
-            if self.simultaneous and sides and (None in sides or set(sides) != set(SIDES)):
+        if not self.simultaneous:
+            return
+        for key, datasets in (("datasets", self.datasets), ("validation.datasets", self._validation_datasets)):
+            sides = {source.side for source in datasets}
+            if datasets and sides != set(SIDES):
                 raise ValueError(f"{key}: with `simultaneous`, set `side` for each, and use both task and language")
 
     def _check_regime(self) -> None:
         adapter, options = self.adapter, self.training
+
+        # What is trained
         if self.simultaneous and adapter.partition:
             raise ValueError(
                 "`simultaneous` trains both sides of its partition: remove adapter.partition and adapter.side"
@@ -471,12 +484,16 @@ class TrainRecipe(Declared):
             raise ValueError("`quantization` freezes the base, but adapter: none trains it")
         if options.weight_dtype != "float32" and adapter.method != "none":
             raise ValueError("training.weight_dtype needs adapter: none; an adapter is trained in float32")
+
+        # How rows are batched
         if options.split_long and not any(source.text is not None for source in self.datasets):
             raise ValueError("training.split_long applies to `text`, but no dataset uses `text`")
         if options.packing and (options.group_by_length or options.padding_free):
             raise ValueError("training.packing leaves no padding: remove group_by_length and padding_free")
         if self.simultaneous and options.group_by_length:
             raise ValueError("training.group_by_length cannot be combined with `simultaneous`, which orders the rows")
+
+        # What becomes of checkpoints
         if self.stops_early and options.save_every_samples is not None:
             raise ValueError("validation.early_stopping is for short runs: set training.save_every_samples to null")
         if self.selection and options.save_every_samples is None:
@@ -500,15 +517,31 @@ class TrainRecipe(Declared):
         return self._folder
 
     @property
+    def _validation_datasets(self) -> list[DatasetSource]:
+        if self.validation is None:
+            return []
+        return self.validation.datasets or []
+
+    @property
     def inputs(self) -> list[str | Path | None]:
         """Everything that no output may overwrite: the base, data files, task files, the recipe and what it extends."""
-        sources = [*self.datasets, *((self.validation and self.validation.datasets) or [])]
-        include_path = self.selection.include_path if self.selection else None
-        others = [*(self.hygiene.overlap if self.hygiene else []), *([include_path] if include_path else [])]
-        files = [file for source in sources for file in source.files(self.folder)]
-        start = self.start.adapter if isinstance(self.start, ChainStart) else self.start
-        starts = start.experts.values() if isinstance(start, Composition) else [start]
-        return [self.base_model, *starts, *files, *(self.folder / expand(name) for name in others), *self.recipe_files]
+        inputs: list[str | Path | None] = [self.base_model]
+        if isinstance(self.start, ChainStart):
+            inputs.append(self.start.adapter)
+        elif isinstance(self.start, Composition):
+            inputs += self.start.experts.values()
+        else:
+            inputs.append(self.start)
+
+        for source in (*self.datasets, *self._validation_datasets):
+            inputs += source.files(self.folder)
+        others = []
+        if self.hygiene:
+            others += self.hygiene.overlap
+        if self.selection and self.selection.include_path:
+            others.append(self.selection.include_path)
+        inputs += [self.folder / expand(name) for name in others]
+        return [*inputs, *self.recipe_files]
 
     def resolved(self) -> dict[str, Any]:
         """All values, including defaults, as plain data that can be read back."""
