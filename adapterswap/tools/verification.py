@@ -43,7 +43,7 @@ from adapterswap.engines.gguf.layout import PreparedGguf
 from adapterswap.kit.errors import AdapterswapError, ArgumentError, ExpertError, FieldError, Problems, check_type
 from adapterswap.kit.files.folders import CARD, OutputKind, scratch_folder
 from adapterswap.kit.files.hashes import sha256_of
-from adapterswap.kit.files.tensorfile import TensorFile, open_files
+from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
 from adapterswap.kit.files.text import read_json
 from adapterswap.tools.attribution import Attribution, attribute, check_precision
 from adapterswap.tools.comparison import equal_bytes
@@ -67,6 +67,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
             GgufAdapter.REMEDY,
             parameter="path",
         )
+
     output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
     pieces = record.output.get("pieces")
     try:
@@ -75,6 +76,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         raise ExpertError(
             f"This version cannot read the record of {opened.source}", GgufAdapter.REMEDY, parameter="path"
         ) from None
+
     with scratch_folder("verify") as scratch:
         sources = _find_sources(record, experts, scratch)
         adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
@@ -82,6 +84,8 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         again = scratch / "again"
         write_gguf(PreparedGguf.of(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
         rewritten = GgufAdapter.open(again)
+
+        # Piece by piece; a piece that was passed alone is not compared with the others
         ours = {file.piece: file for file in opened.files}
         theirs = {file.piece: file for file in rewritten.files}
         if not os.path.isdir(opened.source):
@@ -96,30 +100,31 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
                 tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
             differing += tensors
             fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
-        found = compare_records(content, record, rewritten.content or {}, sources, base_model)
-        records = {file.fields.get("adapterswap.record") for file in opened.files}
+
+        # The record, which all pieces have alike
+        verification = compare_records(content, record, rewritten.content or {}, sources, base_model)
+        record_differs = list(verification.record_differs)
+        if len({file.fields.get("adapterswap.record") for file in opened.files}) > 1:
+            record_differs.append("adapterswap.record")
         return replace(
-            found,
-            changed_sources={**found.changed_sources, **_changed_inner(record, experts)},
+            verification,
+            changed_sources={**verification.changed_sources, **_changed_inner(record, experts)},
             differing=tuple(differing),
             config_differs=fields,
             config=_METADATA,
-            record_differs=(*found.record_differs, *(["adapterswap.record"] if len(records) > 1 else [])),
+            record_differs=tuple(record_differs),
         )
 
 
 def _differing_tensors(first: GgufFile, second: GgufFile) -> list[str]:
     """The tensors whose format, shape or bytes differ."""
-    names = sorted(first.tensors.keys() | second.tensors.keys())
-
-    def alike(name: str) -> bool:
-        if name not in first.tensors or name not in second.tensors:
-            return False
+    differing = sorted(first.tensors.keys() ^ second.tensors.keys())
+    for name in first.tensors.keys() & second.tensors.keys():
         (dtype, shape, data), (other_dtype, other_shape, other_data) = first.tensors[name], second.tensors[name]
-        same = (dtype, shape) == (other_dtype, other_shape)
-        return same and np.array_equal(data.view(np.uint8), other_data.view(np.uint8))
-
-    return [name for name in names if not alike(name)]
+        alike = (dtype, shape) == (other_dtype, other_shape)
+        if not alike or not np.array_equal(data.view(np.uint8), other_data.view(np.uint8)):
+            differing.append(name)
+    return sorted(differing)
 
 
 def _fields(file: GgufFile) -> dict[str, Any]:
@@ -179,9 +184,13 @@ def verify(
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
     base_model = None if base_model is None else str(base_model)
     by_role = {"task_expert": task_expert, "language_expert": language_expert}
+
+    # LoRA in GGUF
     if GgufFile.is_gguf(path):
         _check_no_roles(path, by_role)
         return _verify_gguf(path, experts or {}, base_model)
+
+    # A folder without a record of adapterswap: trained from another adapter, or made by another tool
     folder = Source.of_adapter(path, what="adapter or model", parameter="path").folder
     if not os.path.exists(folder / WEIGHTS):
         folder = Checkpoint.find(path, what="model", parameter="path").folder
@@ -193,6 +202,8 @@ def verify(
     if not os.path.exists(folder / PROVENANCE) and (base_model is not None or experts):
         _check_no_roles(path, by_role)
         return attribute(folder, experts or {}, base_model, rules)
+
+    # What the record says
     content = _content(folder)
     if rules is not None:
         raise ArgumentError(f"{folder} has a record of its rules", "Leave out `rules`", parameter="rules")
@@ -218,23 +229,29 @@ def _check_no_roles(path: str | Path, by_role: Mapping[str, Sequence[str | Path]
 
 def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]]) -> dict[str, str | Path]:
     """The paths that were passed by role, under the names that the record has for these experts."""
+    # If the only expert was composed itself, roles are those of its composition
     composition, sources = record.composition, record.experts
     while "task" not in composition and len(sources) == 1:
         [source] = sources.values()
-        request = source.origin.content().get("composition") if source.origin else None
-        if source.origin is None or not isinstance(request, Mapping):
+        if source.origin is None:
             break
-        composition, sources = dict(request), source.origin.experts  # of an expert that was composed itself
+        request = source.origin.content().get("composition")
+        if not isinstance(request, Mapping):
+            break
+        composition, sources = dict(request), source.origin.experts
 
     named: dict[str, str | Path] = {}
     for parameter, paths in by_role.items():
         names = composition.get(parameter.removesuffix("_expert")) or []
         names = [names] if isinstance(names, str) else [name for name in names if name != BASE]
         if paths and len(paths) != len(names):
+            listed, remedy = "", _BY_NAME
+            if names:
+                listed = f": {', '.join(names)}"
+                remedy = "Pass them in the order in which they were composed"
             raise ArgumentError(
-                f"`{parameter}` has {len(paths)} paths, but the record names {len(names)} such experts"
-                f"{': ' if names else ''}{', '.join(names)}",
-                "Pass them in the order in which they were composed" if names else _BY_NAME,
+                f"`{parameter}` has {len(paths)} paths, but the record names {len(names)} such experts{listed}",
+                remedy,
                 parameter=parameter,
             )
         named |= dict(zip(names, paths, strict=False))
@@ -281,16 +298,22 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
     """
     try:
         start = SourceRecord.model_validate(content["start"])
-        requested, written = content["recipe"]["start"], content["sha256"]
-        file_of_composition = isinstance(requested, str) and requested.endswith((".yaml", ".yml"))
-        composed = file_of_composition or (isinstance(requested, Mapping) and "mode" not in requested)
-        sources = start.origin.experts if composed and start.origin else {"start": start}
-        differing, config = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
+        requested = content["recipe"]["start"]
+        is_file = isinstance(requested, str) and requested.endswith((".yaml", ".yml"))
+        is_composition = is_file or (isinstance(requested, Mapping) and "mode" not in requested)
+        sources = {"start": start}
+        if is_composition and start.origin:
+            sources = start.origin.experts
+
+        written = content["sha256"]
+        weights_differ, config_differs = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
     except (FieldError, KeyError, TypeError):
         raise ExpertError(
             f"This version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
         ) from None
-    if unknown := sorted(source_paths.keys() - sources.keys()):
+
+    unknown = sorted(source_paths.keys() - sources.keys())
+    if unknown:
         raise ArgumentError(
             f"`experts` names {unknown[0]!r}, but the adapter was trained from {', '.join(sources)}",
             "Use one of these names",
@@ -299,8 +322,8 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
     changed, located = _changed_files(sources, source_paths, WEIGHTS)
     return Verification(
         changed,
-        (WEIGHTS,) if differing else (),
-        config,
+        (WEIGHTS,) if weights_differ else (),
+        config_differs,
         made="trained",
         unchecked=tuple(name for name in sources if name not in located),
         notes=added_files(folder, content),
@@ -314,15 +337,22 @@ def _changed_files(
 
     Of the files `weights` the first that a source has is compared.
     """
-    changed, located = {}, {}
+    changed: dict[str, str] = {}
+    located: dict[str, Source] = {}
     for name, source in sources.items():
-        if (reference := source_paths.get(name) or source.reference) is not None:
-            located[name] = found = Source.of_adapter(reference, parameter="experts")
-            own_weights = [file for file in weights if os.path.exists(found.folder / file)][:1]
-            present = [*own_weights, CONFIG] if os.path.exists(found.folder / CONFIG) else own_weights
-            hashes = {file: sha256_of(found.folder / file) for file in present}
-            if differing_files := sorted(file for file, _ in hashes.items() ^ source.sha256.items()):
-                changed[name] = differing_files[0]
+        reference = source_paths.get(name) or source.reference
+        if reference is None:
+            continue
+
+        located[name] = Source.of_adapter(reference, parameter="experts")
+        folder = located[name].folder
+        files = [file for file in weights if os.path.exists(folder / file)][:1]
+        if os.path.exists(folder / CONFIG):
+            files.append(CONFIG)
+        hashes = {file: sha256_of(folder / file) for file in files}
+        differing = sorted(file for file, _ in hashes.items() ^ source.sha256.items())
+        if differing:
+            changed[name] = differing[0]
     return changed, located
 
 
@@ -340,40 +370,54 @@ def _verify_converted(
     """
     conversion = record.conversion
     assert conversion is not None
+    weights_differ, config_differs = (
+        sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG)
+    )
     weights = (PICKLED,) if conversion.pickled else (WEIGHTS, Source.MLX_WEIGHTS)
     changed, located = _changed_files(record.experts, source_paths, *weights)
-    unchecked, converted = [name for name in record.experts if name not in located], open_adapter(folder)
-    opened = {
-        name: replace(converted, base_fingerprints=source.base_fingerprints) for name, source in record.experts.items()
-    }
-    for name, found in located.items():
-        records = Records(found.folder)
+    unchecked = [name for name in record.experts if name not in located]
+
+    # The converted adapter in place of each source, with what is known of the source beside its weights
+    converted = open_adapter(folder)
+    opened: dict[str, Adapter] = {}
+    for name, recorded in record.experts.items():
+        opened[name] = replace(converted, base_fingerprints=recorded.base_fingerprints)
+    for name, source in located.items():
+        records = Records(source.folder)
         opened[name] = replace(
-            converted, source=found, base_fingerprints=records.base(), kept_layers=records.kept_layers()
+            converted, source=source, base_fingerprints=records.base(), kept_layers=records.kept_layers()
         )
+
+    # The record that it should have. What was measured, and the list of its files, is taken from the one that it has.
     plan = make_plan(_recorded_composition(folder, record, base_model), opened, recorded=True)
     experts = {name: SourceRecord.of_adapter(adapter, "") for name, adapter in opened.items()}
     recomputed = CompositionRecord.of(plan, experts, record.base, output=record.output, measured={}).content()
-    measured = {key: content[key] for key in ("conversion", "magnitudes", "kept_rows", "reduced") if key in content}
+    for key in ("conversion", "magnitudes", "kept_rows", "reduced"):
+        if key in content:
+            recomputed[key] = content[key]
     listed = [name for name in content.get(OutputKind.LIST, ()) if os.path.exists(folder / str(name))]
-    recomputed |= measured | {OutputKind.LIST: sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})}
-    differing, config = (sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG))
-    recomputed[OutputKind.PRINTS] = (
-        content.get(OutputKind.PRINTS) if differing else reprinted(content, OutputKind.prints_of(folder, [WEIGHTS]))
-    )
+    recomputed[OutputKind.LIST] = sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})
+    recomputed[OutputKind.PRINTS] = content.get(OutputKind.PRINTS)
+    if not weights_differ:
+        recomputed[OutputKind.PRINTS] = reprinted(content, OutputKind.prints_of(folder, [WEIGHTS]))
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
-    result = compare_records(content, record, recomputed, opened, base_model)
-    incomplete = _CONVERSION - content["conversion"].keys()
+
+    verification = compare_records(content, record, recomputed, opened, base_model)
+    if BASE in verification.changed_sources:
+        changed = {BASE: verification.changed_sources[BASE], **changed}
+    record_differs = list(verification.record_differs)
+    if _CONVERSION - content["conversion"].keys():
+        record_differs.append("conversion")
     return replace(
-        result,
-        changed_sources={**{n: f for n, f in result.changed_sources.items() if n == BASE}, **changed},
-        differing=(WEIGHTS,) if differing else (),
-        config_differs=config,
+        verification,
+        changed_sources=changed,
+        differing=(WEIGHTS,) if weights_differ else (),
+        config_differs=config_differs,
         made="converted",
-        unchecked=(*unchecked, *result.unchecked),
-        notes=(*result.notes, *added_files(folder, content)),
-        record_differs=(*result.record_differs, *(["conversion"] if incomplete else [])),
+        unchecked=(*unchecked, *verification.unchecked),
+        notes=(*verification.notes, *added_files(folder, content)),
+        record_differs=tuple(record_differs),
     )
 
 
@@ -392,10 +436,12 @@ def _write_adapter(
     base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
     if composition.base_model is None and record.base_model is not None and base_was_passed:
         # The base was passed when they were composed; it is not checked again. A record has no paths, but the config.
+        name = record.base_model
         written = read_json(folder / CONFIG).get("base_model_name_or_path")
-        is_same = isinstance(written, str) and Reference(written).public_name == record.base_model
-        declared = Reference(written if is_same else record.base_model).at(revision)
-        composition = composition.model_copy(update={"base_model": declared})
+        if isinstance(written, str) and Reference(written).public_name == record.base_model:
+            name = written
+        composition = composition.model_copy(update={"base_model": Reference(name).at(revision)})
+
     prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
     prepared.write(again, hashes={}, companions=bool(record.companions))  # a server writes none
 
@@ -425,16 +471,20 @@ def _compare(
     else:
         config, ours, theirs = CONFIG, (TensorFile.read(folder / WEIGHTS),), (TensorFile.read(again / WEIGHTS),)
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
+
+    # Tensors, and the files beside them
     differing, notes = _differing(ours, theirs), added_files(folder, content)
     apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
     others = [name for name in recomputed[OutputKind.LIST] if name not in apart]
     differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
     if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
         notes += (f"{CARD} is not the one that was written",)
-    # Other fingerprints of weights are no second difference.
-    recomputed[OutputKind.PRINTS] = (
-        content.get(OutputKind.PRINTS) if differing else reprinted(content, recomputed[OutputKind.PRINTS])
-    )
+
+    # The record. Other fingerprints of weights are no second difference.
+    if differing:
+        recomputed[OutputKind.PRINTS] = content.get(OutputKind.PRINTS)
+    else:
+        recomputed[OutputKind.PRINTS] = reprinted(content, recomputed[OutputKind.PRINTS])
     sources = compare_records(content, record, recomputed, opened, base_model)
     return replace(
         sources,
@@ -459,9 +509,11 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def _record(folder: Path, content: dict[str, Any]) -> CompositionRecord | ExtractionRecord:
+    """The record of a folder, as far as this version can repeat what it says."""
     record = read_record(folder)
     if isinstance(record, ExtractionRecord):
         return record
+
     if record is not None and {"format", "composition", "experts"} <= content.keys():
         if record.kind == "model" and record.output.keys() <= {"max_shard_size", "dtype", "dequantize"}:
             return record
@@ -515,10 +567,14 @@ def _find_source(
     inner = _inner({name: source})
     if source_paths.keys() & inner.keys():
         return _composed_again(name, source, source_paths, scratch)
+
     names = [f"`experts={{{each!r}: PATH}}`" for each in (name, *inner)]
+    remedy = f"Pass {names[0]}"
+    if inner:
+        remedy += f", or what it was made of: {', '.join(names[1:])}"
     raise ArgumentError(
         f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
-        f"Pass {names[0]}" + (f", or what it was made of: {', '.join(names[1:])}" if inner else ""),
+        remedy,
         parameter="experts",
     )
 
@@ -563,9 +619,11 @@ def _composed_again(name: str, source: SourceRecord, source_paths: Mapping[str, 
     return replace(again, source=_as_recorded(again.source, source))
 
 
-def _as_recorded(found: Source, recorded: SourceRecord) -> Source:
+def _as_recorded(source: Source, recorded: SourceRecord) -> Source:
     """A source under its recorded name: a folder may have another one today."""
-    return found if found.revision else replace(found, name=recorded.source, revision=recorded.revision)
+    if source.revision:
+        return source
+    return replace(source, name=recorded.source, revision=recorded.revision)
 
 
 def _changed_inner(record: CompositionRecord, source_paths: Mapping[str, str | Path]) -> dict[str, str]:
@@ -580,7 +638,8 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
     """The path of the base of full weights, or None if no base was used."""
     if record.base is None:
         return None
-    if (place := base_model or record.base.reference) is None:
+    place = base_model or record.base.reference
+    if place is None:
         raise ArgumentError(
             f"The base came from a folder named {record.base.source!r}, whose location is not recorded",
             "Pass `base_model`",
@@ -591,26 +650,33 @@ def _base(record: CompositionRecord, base_model: str | None) -> str | None:
 
 def _check_precision(folder: Path, record: CompositionRecord, base_model: str | None) -> None:
     """Refuse a base that is the recorded one in a less precise dtype, before everything is computed with it."""
-    base = None if base_model is None else Checkpoint.find(base_model)
-    recorded = record.base.fingerprints if record.base is not None else {}
-    if base is None or not recorded or recorded == base_fingerprints(base.folder):
+    if base_model is None:
         return
+    base = Checkpoint.find(base_model)
+    recorded = record.base.fingerprints if record.base is not None else {}
+    if not recorded or recorded == base_fingerprints(base.folder):
+        return
+
     changed = {name for name, owner in record.modules.items() if owner != BASE}
     check_precision(open_checkpoint(folder, what="model"), open_checkpoint(base.folder), changed)
 
 
 def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tuple[str, ...]:
     """The names of tensors whose dtype, shape or bytes differ, in whichever file they are."""
-    ours, theirs = (
-        {name: (tensor, file) for file in files for name, tensor in file.tensors.items()} for files in (first, second)
-    )
-    names = sorted(ours.keys() | theirs.keys())
+    ours, theirs = _by_name(first), _by_name(second)
+    differing = list(ours.keys() ^ theirs.keys())
     with open_files([*first, *second]) as opened:
-
-        def alike(name: str) -> bool:
-            if name not in ours or name not in theirs:
-                return False
+        for name in ours.keys() & theirs.keys():
             (left, left_file), (right, right_file) = ours[name], theirs[name]
-            return equal_bytes(left, opened[left_file.path], right, opened[right_file.path])
+            if not equal_bytes(left, opened[left_file.path], right, opened[right_file.path]):
+                differing.append(name)
+    return tuple(sorted(differing))
 
-        return tuple(name for name in names if not alike(name))
+
+def _by_name(files: Sequence[TensorFile]) -> dict[str, tuple[Tensor, TensorFile]]:
+    """Each tensor, and the file that holds it."""
+    tensors: dict[str, tuple[Tensor, TensorFile]] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            tensors[name] = tensor, file
+    return tensors

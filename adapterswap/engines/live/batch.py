@@ -133,9 +133,9 @@ class RowSwitches:
                 adder.shares = self._shares(name, inventory.layers[name], inventory)
 
         if batch > 1:
-            self._check_batch(inventory, kwargs)
+            self._check_inputs(inventory, kwargs)
 
-    def _check_batch(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
+    def _check_inputs(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
         if self._was_checked:
             check_batch(inventory.model, kwargs)
             return

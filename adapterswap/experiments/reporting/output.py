@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -57,16 +58,22 @@ def render_page(
     from markupsafe import Markup
 
     def shown(place: int, *kinds: str) -> list[tuple[PlannedFigure, dict[str, str]]]:
-        return [
-            (figure, {suffix: _address(suffix, content) for suffix, content in contents.items()})
-            for kind in kinds
-            for figure, contents in figures
-            if (figure.kind, figure.place) == (kind, place)
-        ]
+        """The figures of these kinds at a place of the page, with the addresses of their files."""
+        shown = []
+        for kind in kinds:
+            for figure, contents in figures:
+                if (figure.kind, figure.place) == (kind, place):
+                    addresses = {suffix: _address(suffix, content) for suffix, content in contents.items()}
+                    shown.append((figure, addresses))
+        return shown
 
     folder = files("adapterswap.experiments.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+
+    untested: dict[str, Any] = {}
+    for target in report.targets:
+        untested[target.task] = [] if target.of_corpus else target.untested
     template = _environment().get_template("report.html")
     return template.render(
         report=report,
@@ -82,7 +89,7 @@ def render_page(
         table_links=[_table_links(report, target, table) for target in report.targets],
         lead_labels=labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
-        untested={target.task: [] if target.of_corpus else target.untested for target in report.targets},
+        untested=untested,
         disagreements=[pair for pair in report.disagreements if pair.examples],
         min_units=MIN_UNITS,
         recipe=dump_yaml(report.recipe) if report.recipe else "",
@@ -92,11 +99,11 @@ def render_page(
 def _table_links(report: Report, target: Target, style: TableStyle | None) -> list[tuple[str, str, str]]:
     """(suffix, file name, address) of a target's table in each format."""
     texts = {"csv": csv_table(replace(report, targets=(target,))), "tex": latex_table(report, style, target)}
-    name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in target.task)
-    return [
-        (suffix, f"table-{name}.{suffix}", _address(suffix, text.encode("utf-8", "backslashreplace")))
-        for suffix, text in texts.items()
-    ]
+    name = re.sub(r"[^A-Za-z0-9\-_.]", "-", target.task)
+    links = []
+    for suffix, text in texts.items():
+        links.append((suffix, f"table-{name}.{suffix}", _address(suffix, text.encode("utf-8", "backslashreplace"))))
+    return links
 
 
 def _address(suffix: str, content: bytes) -> str:
@@ -117,26 +124,40 @@ def _environment() -> Environment:
     environment.filters.update(
         error=error_text,
         p_value=p_value,
-        score=lambda value: "–" if value is None else number_text(value),
+        score=_score,
         signed=lambda value: number_text(value, signed=True),
         minus=lambda text: text.replace("-", "−"),
     )
     return environment
 
 
+def _score(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return number_text(value)
+
+
 def _shown(value: Any) -> Any:
     """A value as the page shows it: text of models and names with its control characters made visible."""
-    return visible(value) if type(value) is str else value
+    if type(value) is str:
+        return visible(value)
+    return value
 
 
 def _ranked(report: Report) -> list[tuple[Any, ...]]:
     """The methods by mean rank, each with its comparison to the reference if that was ranked."""
     if report.ranking is None:
         return []
+
     ranks = report.ranking.ranks
-    reference = next((label for label in labels_of(report, report.reference) if label in ranks.mean_ranks), None)
-    ordered = sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0]))
-    return [(label, mean_rank, reference and ranks.against(label, reference)) for label, mean_rank in ordered]
+    references = [label for label in labels_of(report, report.reference) if label in ranks.mean_ranks]
+    ranked = []
+    for label, mean_rank in sorted(ranks.mean_ranks.items(), key=lambda item: (item[1], item[0])):
+        comparison = None
+        if references:
+            comparison = ranks.against(label, references[0])
+        ranked.append((label, mean_rank, comparison))
+    return ranked
 
 
 REPORT = OutputKind("summary.json", lambda record: record.get("format") == REPORT_FORMAT)
@@ -216,13 +237,17 @@ def report(
         for key, value in (names or {}).items():
             check_type(key, str, name, "Pass a mapping of names to labels")
             check_type(value, str, name, "Pass a mapping of names to labels")
+
+    # What can be refused is refused before anything is computed
     width = STYLE.inches(column_width)
     folders = [expand(path) for path in runs]
     source = open_source(*folders)
-    check_targets(folders, out_path, figures, overwrite=overwrite)  # before anything is computed
+    check_targets(folders, out_path, figures, overwrite=overwrite)
+
     labels = Labels(title, dict(task_label or {}), dict(expert_label or {}))
     computed = make_report(source, reference=reference, methods=methods, units=units, labels=labels)
     latex_table(computed, table)  # raises if the style is not valid, also if nothing is written
+
     if out_path is not None:
         write_report(computed, out_path, table=table, overwrite=overwrite, runs=folders)
     if figures is not None:
@@ -238,6 +263,7 @@ def check_targets(
         REPORT.check(out_path, overwrite=overwrite, inputs=runs)
     if figures is None:
         return
+
     require("plots")
     FIGURES.check(figures, overwrite=overwrite, inputs=runs)
     if out_path is not None:
@@ -286,16 +312,17 @@ def write_figures(
     require("plots")
     planned, lacking = plan_figures(report)
     with FIGURES.folder(folder, overwrite=overwrite, inputs=runs) as building:
+        described = {}
         for figure in planned:
             STYLE.save(figure.draw(width), building, figure.name)
+            described[figure.name] = {"kind": figure.kind, "caption": figure.caption, "data": figure.data}
+
         content = {
             "format": FIGURES_FORMAT,
             "adapterswap_version": __version__,
             "run": report.name,
             "width_in": width,
-            "figures": {
-                figure.name: {"kind": figure.kind, "caption": figure.caption, "data": figure.data} for figure in planned
-            },
+            "figures": described,
             "lacking": lacking,
         }
         _write(building / _FIGURES, _json(content))
@@ -335,6 +362,7 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     for planned in plan_figures(report)[0]:
         figure = planned.draw(STYLE.column)
         figures.append((planned, {suffix: STYLE.as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
+
     contents = {
         "report.html": render_page(report, figures, table),
         "tables.csv": csv_table(report),

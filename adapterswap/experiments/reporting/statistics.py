@@ -55,11 +55,13 @@ def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
     points = len(x)
     if points < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(points, None, None, None, None)
+
     pearson = stats.pearsonr(x, y)
     ranks = stats.rankdata(x), stats.rankdata(y)
     spearman = stats.pearsonr(*ranks)
     if len(set(zip(x.tolist(), y.tolist(), strict=True))) < MIN_UNITS:
         return Correlation(points, float(pearson.statistic), None, float(spearman.statistic), None)
+
     spearman_p = _over_all_orders(*ranks) if points <= _EXACT else stats.spearmanr(x, y).pvalue
     return Correlation(
         points, float(pearson.statistic), float(pearson.pvalue), float(spearman.statistic), float(spearman_p)
@@ -137,11 +139,17 @@ class Ranks:
 
     def against(self, method: str, other: str) -> RankComparison | None:
         """The comparison of `method` with `other`, whichever of them was first."""
-        for found in self.comparisons:
-            if (found.one, found.other) == (method, other):
-                return found
-            if (found.other, found.one) == (method, other):
-                return replace(found, one=method, other=other, difference=-found.difference, effect=-found.effect)
+        for comparison in self.comparisons:
+            if (comparison.one, comparison.other) == (method, other):
+                return comparison
+            if (comparison.other, comparison.one) == (method, other):
+                return replace(
+                    comparison,
+                    one=method,
+                    other=other,
+                    difference=-comparison.difference,
+                    effect=-comparison.effect,
+                )
         return None
 
 
@@ -162,43 +170,61 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
     if settings < 2 or number < 2:
         return None
     mean_ranks = stats.rankdata(-table, axis=1).mean(0)
-    statistic, p, step = None, None, None
-    enough = settings >= MIN_UNITS
+
+    # Friedman's test, Kendall's W, and for Nemenyi's test the standard error of a difference of mean ranks
+    statistic: float | None = None
+    p: float | None = None
+    agreement: float | None = None
+    step: float | None = None
+    critical_difference: float | None = None
     if number > 2:
-        tied_throughout = bool((np.ptp(table, axis=1) == 0).all())  # scipy would divide 0 by 0
-        friedman = (0.0, 1.0) if tied_throughout else stats.friedmanchisquare(*table.T)
-        statistic, p = float(friedman[0]), float(friedman[1]) if enough else None
-        step = (number * (number + 1) / (6 * settings)) ** 0.5 if enough else None
-    pairs = list(combinations(range(number), 2))
+        statistic, friedman_p = 0.0, 1.0
+        if (np.ptp(table, axis=1) != 0).any():  # scipy would divide 0 by 0
+            statistic, friedman_p = map(float, stats.friedmanchisquare(*table.T))
+        agreement = statistic / (settings * (number - 1))
+        if settings >= MIN_UNITS:
+            p = friedman_p
+            step = (number * (number + 1) / (6 * settings)) ** 0.5
+            critical_difference = float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step)
+
+    # Wilcoxon's test, of the comparisons with the reference or of all
     methods = list(methods)
-    tested = [(i, j) for i, j in pairs if reference not in methods or reference in (methods[i], methods[j])]
+    pairs = list(combinations(range(number), 2))
+    tested = pairs
+    if reference in methods:
+        tested = [(i, j) for i, j in pairs if reference in (methods[i], methods[j])]
     least = min(1.0, len(tested) * 2.0 ** (1 - settings))
     wilcoxon: dict[tuple[int, int], float] = {}
     if least <= LEVEL:
         corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
         wilcoxon = dict(zip(tested, corrected, strict=True))
-    comparisons = [
-        RankComparison(
-            methods[i],
-            methods[j],
-            float((table[:, i] - table[:, j]).mean()),
-            None if step is None else _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number),
-            wilcoxon.get((i, j)),
-            _rank_biserial(table[:, i] - table[:, j]),
+
+    comparisons = []
+    for i, j in pairs:
+        differences = table[:, i] - table[:, j]
+        nemenyi = None
+        if step is not None:
+            nemenyi = _nemenyi(abs(mean_ranks[i] - mean_ranks[j]) / step, number)
+        comparison = RankComparison(
+            one=methods[i],
+            other=methods[j],
+            difference=float(differences.mean()),
+            nemenyi=nemenyi,
+            wilcoxon=wilcoxon.get((i, j)),
+            effect=_rank_biserial(differences),
         )
-        for i, j in pairs
-    ]
+        comparisons.append(comparison)
     return Ranks(
-        settings,
-        dict(zip(methods, map(float, mean_ranks), strict=True)),
-        statistic,
-        p,
-        None if step is None else float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step),
-        None if statistic is None else statistic / (settings * (number - 1)),
-        tuple(comparisons),
-        reference if reference in methods else None,
-        len(tested),
-        least,
+        settings=settings,
+        mean_ranks=dict(zip(methods, map(float, mean_ranks), strict=True)),
+        statistic=statistic,
+        p=p,
+        critical_difference=critical_difference,
+        agreement=agreement,
+        comparisons=tuple(comparisons),
+        reference=reference if reference in methods else None,
+        tested=len(tested),
+        least=least,
     )
 
 
@@ -214,6 +240,8 @@ def cliques(mean_ranks: Mapping[str, float], critical_difference: float) -> list
         stop = start
         while stop < len(ordered) and mean_ranks[ordered[stop]] - mean_ranks[first] <= critical_difference:
             stop += 1
+
+        # A group that ends where an earlier one ended is part of it
         if stop > end and stop - start > 1:
             groups.append(tuple(ordered[start:stop]))
         end = max(end, stop)

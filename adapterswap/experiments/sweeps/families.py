@@ -170,7 +170,7 @@ class Family(MethodFields):
 
     def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
         if name == "parameters":
-            return value
+            return {**value}
         return {name: value}
 
     def check(self) -> None:
