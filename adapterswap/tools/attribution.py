@@ -39,6 +39,7 @@ from adapterswap.tools.beside import Beside, beside_adapter, beside_model
 from adapterswap.tools.comparison import equal_bytes
 
 Numbers = npt.NDArray[np.floating[Any]]  # float32; to check numbers in float32, float64
+_Change = Callable[[int, int, Numbers], tuple[Numbers, Numbers]]  # (start, stop, W) → rows of ΔW, and their rounding
 
 _BLOCK = 2**20  # elements at a time
 _DIGITS = {"F32": 24, "F16": 11, "BF16": 8}  # of the significand
@@ -134,13 +135,16 @@ class Attribution:
 
     def as_json(self) -> dict[str, Any]:
         """As plain data: what `adapterswap verify --json` prints."""
-        odd = {finding.name: finding for finding in self.findings if not finding.fits}
+        found: dict[str, Any] = {}
+        for finding in self.findings:
+            if not finding.fits:
+                found[finding.name] = finding.found and dict(finding.found)
         return {
             "equal": self.equal,
             "stated": self.stated,
             "answers": list(self.answers),
             "differing": list(self.differing),
-            "found": {name: finding.found and dict(finding.found) for name, finding in odd.items()},
+            "found": found,
             "within": self.within,
             "notes": list(self.notes),
         }
@@ -185,7 +189,9 @@ def _rounded(values: Numbers, dtype: str) -> Numbers:
 
 def _wide(numbers: Numbers, dtype: str) -> Numbers:
     """The numbers in the precision in which those of `dtype` can be checked."""
-    return numbers.astype(np.float64) if dtype == "F32" else numbers
+    if dtype == "F32":
+        return numbers.astype(np.float64)
+    return numbers
 
 
 @dataclass
@@ -207,31 +213,39 @@ class _Sums:
 
 def _compare(subject: _Subject, coefficients: Mapping[str, float], *, most: int | None = None) -> _Sums:
     """Compare a tensor, or its first rows, with its base plus the experts' changes with these coefficients."""
-    names = list(subject.changes)
-    count = len(names)
+    count = len(subject.changes)
     sums = _Sums(np.zeros((count, count)), np.zeros(count), np.zeros(count), np.zeros(count))
     rows, columns = subject.shape
-    rows = rows if most is None else min(rows, most)
+    if most is not None:
+        rows = min(rows, most)
+
     for start, stop in row_ranges(rows, max(1, _BLOCK // max(columns, 1))):
         target, own = subject.read(start, stop)
         difference, bound = target - own, subject.rounding(target, own, start, stop)
         sums.moved |= bool(difference.any())
+
+        # W' - W beside Σ c·ΔW, number by number
         expected = np.zeros_like(difference)
         deltas = []
-        for name in names:
-            delta, inexact = subject.changes[name](start, stop, own)
+        for name, read_change in subject.changes.items():
+            delta, inexact = read_change(start, stop, own)
             expected += coefficients.get(name, 0.0) * delta
             bound = bound + max(1.0, abs(coefficients.get(name, 0.0))) * inexact
             deltas.append(delta)
         bound = np.maximum(bound, _NO_CHANGE)
         sums.visible |= bool((np.abs(expected) > bound).any())
         sums.worst = max(sums.worst, float((np.abs(difference - expected) / bound).max(initial=0.0)))
-        weighted = [(delta / bound).ravel() for delta in (*deltas, difference)] if deltas else []
+        if not deltas:
+            continue
+
+        # Sums for the least squares
+        weighted = [(delta / bound).ravel() for delta in deltas]
+        weighted_difference = (difference / bound).ravel()
         rest = ((target - _rounded(own + expected, subject.dtype)) / bound).ravel()
-        for i, one in enumerate(weighted[:-1]):
+        for i, one in enumerate(weighted):
             sums.drift[i] += float(one @ rest)
             sums.sharpest[i] = max(sums.sharpest[i], float(np.abs(one).max(initial=0.0)))
-            sums.products[i] += float(one @ weighted[-1])
+            sums.products[i] += float(one @ weighted_difference)
             for j in range(i + 1):
                 sums.gram[i, j] = sums.gram[j, i] = sums.gram[i, j] + float(one @ weighted[j])
     return sums
@@ -270,22 +284,26 @@ def _fits(subject: _Subject, coefficients: Mapping[str, float], sums: _Sums) -> 
     """Whether each number fits, and all of them together: a bound for one leaves room for a wrong coefficient."""
     if sums.worst > _SLACK:
         return False
+
     stated = _vector(subject, coefficients)
-    if (estimated := _estimate(sums, stated)) is None:
+    estimated = _estimate(sums, stated)
+    if estimated is None:
         return True
-    return bool((np.abs(stated - estimated[0]) <= estimated[1]).all())
+    estimate, room = estimated
+    return bool((np.abs(stated - estimate) <= room).all())
 
 
 def _within(subject: _Subject, coefficients: Mapping[str, float], sums: _Sums) -> dict[str, float]:
     """How far each coefficient that fits may be off: until a single number, or the estimate, would not fit."""
-    if (estimated := _estimate(sums, _vector(subject, coefficients))) is None:
+    estimated = _estimate(sums, _vector(subject, coefficients))
+    if estimated is None:
         return {}
-    by_number = (1 + _SLACK) / np.where(sums.sharpest > 0, sums.sharpest, np.inf)
-    return {
-        name: float(min(room, single))
-        for name, room, single, seen in zip(subject.changes, estimated[1], by_number, sums.sharpest, strict=True)
-        if seen > 0
-    }
+
+    within = {}
+    for name, room, sharpest in zip(subject.changes, estimated[1], sums.sharpest, strict=True):
+        if sharpest > 0:
+            within[name] = float(min(room, (1 + _SLACK) / sharpest))
+    return within
 
 
 def _explain(subject: _Subject) -> tuple[Finding, bool]:
@@ -295,8 +313,11 @@ def _explain(subject: _Subject) -> tuple[Finding, bool]:
     zero = tuple(name for name, seen in zip(subject.changes, sums.sharpest, strict=True) if not seen)
 
     def finding(found: Mapping[str, float] | None, compared: _Sums, *, unseen: bool = False) -> Finding:
-        within = {} if found is None else _within(subject, found, compared)
-        mistake = "" if found in (None, stated) else _mistake(subject, found or {})
+        within, mistake = {}, ""
+        if found is not None:
+            within = _within(subject, found, compared)
+            if found != stated:
+                mistake = _mistake(subject, found)
         evidence = _Evidence(sums.gram, sums.drift, _DIGITS[subject.dtype])
         return Finding(subject.name, subject.layer, stated, found, within, zero, unseen, mistake, evidence)
 
@@ -304,6 +325,7 @@ def _explain(subject: _Subject) -> tuple[Finding, bool]:
         return finding(stated, sums, unseen=any(stated.values()) and not sums.visible), not sums.moved
     if not sums.moved:
         return replace(finding(dict.fromkeys(stated, 0.0), sums), mistake=""), True
+
     for coefficients in _candidates(subject, sums):
         compared = _compare(subject, coefficients)
         if _fits(subject, coefficients, compared):
@@ -355,16 +377,19 @@ def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
 
 def _candidates(subject: _Subject, sums: _Sums) -> Iterator[dict[str, float]]:
     """Coefficients that may fit, the plainest first: usual mistakes near the estimate, and the estimate itself."""
-    if (estimated := _estimate(sums, _vector(subject, subject.stated))) is None:
+    estimated = _estimate(sums, _vector(subject, subject.stated))
+    if estimated is None:
         return
-    names, plain = list(subject.changes), dict[str, float]()
-    for name, value, room in zip(names, *estimated, strict=True):
+
+    plain, exact = dict[str, float](), dict[str, float]()
+    for name, value, room in zip(subject.changes, *estimated, strict=True):
         stated = subject.stated.get(name, 0.0)
         usual = [0.0, stated, *(factor * stated for factor in subject.mistakes[name].values())]
         usual += [round(float(value), digits) for digits in (1, 2, 3)]
-        plain[name] = next((choice for choice in usual if abs(choice - value) <= room), float(value))
+        exact[name] = float(value)
+        plain[name] = next((choice for choice in usual if abs(choice - value) <= room), exact[name])
     yield plain
-    yield {name: float(value) for name, value in zip(names, estimated[0], strict=True)}
+    yield exact
 
 
 def _low_rank(
@@ -405,10 +430,14 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
     """Check whether a folder of full weights is what the plan states; None states the base alone."""
     stated, located = _stated(plan, base)
     pairs, remarks, differing = _pairs(folder, base, stated)
-    experts = [] if plan is None else [*plan.experts.values()]
-    shards = [shard for expert in experts if isinstance(expert, Checkpoint) for shard in expert.shards]
-    adapters = [expert.file for expert in experts if isinstance(expert, Adapter)]
-    with open_files([*folder.shards, *base.shards, *shards, *adapters]) as files:
+
+    headers = [*folder.shards, *base.shards]
+    for expert in plan.experts.values() if plan is not None else ():
+        if isinstance(expert, Checkpoint):
+            headers += expert.shards
+        else:
+            headers.append(expert.file)
+    with open_files(headers) as files:
 
         def subject(name: str, place: str | None = None) -> _Subject:
             """A tensor; `place` is another one whose numbers it may hold."""
@@ -423,35 +452,49 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 return _wide(target, dtype), _wide(own, dtype)
 
             def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
-                if not given and theirs.tensor.dtype == dtype:
+                is_cast = theirs.tensor.dtype != dtype
+                if not given and not is_cast:
                     return np.full_like(own, _NO_CHANGE)  # nothing was computed
-                cast = _half_unit(own, dtype) if theirs.tensor.dtype != dtype else 0.0
-                return _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype) + cast
+                room = _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype)
+                if is_cast:
+                    room = room + _half_unit(own, dtype)
+                return room
 
-            low_rank, whole = of_kind(LowRank, given), of_kind(Whole, given)  # `_stated` refuses others
-            changes = {
-                **{expert: _low_rank(expert, one, files[one.path], dtype) for expert, one in low_rank.items()},
-                **{expert: _replaced(expert, one, files, dtype) for expert, one in whole.items()},
-            }
+            changes: dict[str, _Change] = {}  # `_stated` refuses other kinds
+            for expert, low_rank in of_kind(LowRank, given).items():
+                changes[expert] = _low_rank(expert, low_rank, files[low_rank.path], dtype)
+            for expert, whole in of_kind(Whole, given).items():
+                changes[expert] = _replaced(expert, whole, files, dtype)
             return _Subject(
-                name, ours.layer, (math.prod(ours.tensor.shape) // max(columns, 1), columns), stated.get(name, {}),
-                read, rounding, changes, dtype, {expert: _mistakes(change.lora) for expert, change in given.items()},
-            )  # fmt: skip
+                name=name,
+                layer=ours.layer,
+                shape=(math.prod(ours.tensor.shape) // max(columns, 1), columns),
+                stated=stated.get(name, {}),
+                read=read,
+                rounding=rounding,
+                changes=changes,
+                dtype=dtype,
+                mistakes={expert: _mistakes(change.lora) for expert, change in given.items()},
+            )
 
-        found = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
-        moved = {finding.name for finding, same in found if not same}
-        findings = _as_a_whole([finding for finding, _ in found])
+        explained = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
+        moved = {finding.name for finding, same in explained if not same}
+        findings = _as_a_whole([finding for finding, _ in explained])
+
+        # What nothing explains may be in another tensor's place, or be tied to one that changes
         lost = sorted(finding.name for finding in findings if finding.found is None)
-        swapped = {
-            place: name
-            for name, place in permutations(lost[:_PERMUTED], 2)
-            if pairs[name][0].tensor.shape == pairs[place][0].tensor.shape
-            and _compare(subject(name, place), stated.get(name, {}), most=64).worst <= _SLACK
-        }
+        swapped = {}
+        for name, place in permutations(lost[:_PERMUTED], 2):
+            if pairs[name][0].tensor.shape == pairs[place][0].tensor.shape:
+                compared = _compare(subject(name, place), stated.get(name, {}), most=64)
+                if compared.worst <= _SLACK:
+                    swapped[place] = name
     for name in lost:
-        if (tied := pairs[name][0].name) != name and not stated.get(name):
+        tied = pairs[name][0].name
+        if tied != name and not stated.get(name):
             remarks.append(f"{name} is tied to {tied}, and changes with it, but the experts leave it as it is")
-            findings, differing = tuple(f for f in findings if f.name != name), [*differing, name]
+            findings = tuple(finding for finding in findings if finding.name != name)
+            differing = [*differing, name]
     return _answers(_formula(plan), findings, moved, remarks, differing, swapped, base)
 
 
@@ -468,16 +511,19 @@ def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, fl
     """The experts' coefficients by tensor, and every expert's change of every tensor."""
     if plan is None:
         return {}, {}
+
+    # The changes
     problems = Problems(BaseModelError)
     adapters = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
-    located: dict[str, dict[str, Change]] = {
-        name: {key: place.change for key, place in places.items()}
-        for name, places in locate_all(adapters, base, problems).located.items()
-    }
+    located: dict[str, dict[str, Change]] = {}
+    for name, places in locate_all(adapters, base, problems).located.items():
+        located[name] = {key: place.change for key, place in places.items()}
     problems.raise_if_any()
     for name, expert in plan.experts.items():
         if isinstance(expert, Checkpoint):
             located[name] = {key: Whole.of(part.path, part.tensor) for key, part in expert.parameters.items()}
+
+    # Their coefficients
     stated: dict[str, dict[str, float]] = {}
     for slot in plan if plan.is_model else plan.merged_into(base):
         odd = slot.opaque or slot.spans or not slot.is_linear or any(term.change.rows for term in slot.whole)
@@ -487,8 +533,8 @@ def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, fl
                 "Merge it with `merge`, and compare the files",
                 parameter="rules",
             )
-        present = {name for name, changes in located.items() if slot.name in changes}
-        stated[slot.name] = {name: slot.summed.get(name, 0.0) for name in sorted(present)}
+        present = sorted(name for name, changes in located.items() if slot.name in changes)
+        stated[slot.name] = {name: slot.summed.get(name, 0.0) for name in present}
     return stated, located
 
 
@@ -515,24 +561,32 @@ def _pairs(
             for name, other in (tied, tied[::-1]) if tied else ():
                 if name not in stored and other in stored and name in {*ours, *theirs, *stated}:
                     stored[name] = stored[other]
-    added, missing = [name for name in ours if name not in theirs], [name for name in theirs if name not in ours]
-    both = {name: (ours[name], theirs[name]) for name in ours if name in theirs}
-    plain = {name for name, pair in both.items() if not {part.tensor.dtype for part in pair} <= {*Dtype.FLOATS}}
-    odd = [
-        name
-        for name, (our, their) in both.items()
-        if (not _have_equal_bytes(our, their) if name in plain else our.tensor.shape != their.tensor.shape)
-    ]
-    remarks = [
-        f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}"
-        for names, what in (
-            (added, "that the base lacks"),
-            (missing, "that only the base has"),
-            (odd, "of another shape, or changed and not in float32, bfloat16 or float16"),
-        )
-        if names
-    ]
-    compared = {name: pair for name, pair in both.items() if name not in plain and name not in odd}
+
+    # Tensors of integers are compared byte by byte
+    compared: dict[str, _Pair] = {}
+    odd = []
+    for name in ours:
+        if name not in theirs:
+            continue
+        our, their = ours[name], theirs[name]
+        if not {our.tensor.dtype, their.tensor.dtype} <= {*Dtype.FLOATS}:
+            if not _have_equal_bytes(our, their):
+                odd.append(name)
+        elif our.tensor.shape != their.tensor.shape:
+            odd.append(name)
+        else:
+            compared[name] = our, their
+
+    added = [name for name in ours if name not in theirs]
+    missing = [name for name in theirs if name not in ours]
+    remarks = []
+    for names, what in (
+        (added, "that the base lacks"),
+        (missing, "that only the base has"),
+        (odd, "of another shape, or changed and not in float32, bfloat16 or float16"),
+    ):
+        if names:
+            remarks.append(f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}")
     return compared, remarks, [*added, *missing, *odd]
 
 
@@ -553,7 +607,10 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
                 "Merge both into full weights, and compare these",
                 parameter="path",
             )
-    everything = dict.fromkeys([*adapter.modules, *(name for one in experts.values() for name in one.modules)])
+
+    everything = dict.fromkeys(adapter.modules)
+    for expert in experts.values():
+        everything |= dict.fromkeys(expert.modules)
     with open_files([adapter.file, *(expert.file for expert in experts.values())]) as files:
 
         def subject(name: str) -> _Subject:
@@ -561,33 +618,48 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
             ours = adapter.modules.get(name)
             like = ours or next(iter(given.values()))
             slot = plan.slots.get(name)
-            changes = {
-                expert: _low_rank(
-                    expert, LowRank(module, experts[expert].file.path), files[experts[expert].file.path], "F32"
-                )
-                for expert, module in given.items()
-            }
-            factors = None if ours is None else Factors.read("the adapter", files[adapter.file.path], ours)
-            lengths = factors and _lengths(factors)
-            unit = 0.0 if ours is None else 4.0 * 2.0 ** -_DIGITS[ours.dtype]
+
+            stated: dict[str, float] = {}
+            changes: dict[str, _Change] = {}
+            for expert in sorted(given):
+                stated[expert] = 0.0 if slot is None else slot.summed.get(expert, 0.0)
+            for expert, module in given.items():
+                path = experts[expert].file.path
+                changes[expert] = _low_rank(expert, LowRank(module, path), files[path], "F32")
+
+            factors = None
+            if ours is not None:
+                factors = Factors.read("the adapter", files[adapter.file.path], ours)
+                rows_of_b, columns_of_a = _lengths(factors)
+                unit = 4.0 * 2.0 ** -_DIGITS[ours.dtype]
 
             def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
                 own = np.zeros((stop - start, like.in_features))
-                return own if factors is None else _wide(factors.rows(start, stop), "F32"), own
+                if factors is None:
+                    return own, own
+                return _wide(factors.rows(start, stop), "F32"), own
 
             def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
                 least: Numbers = np.full_like(own, _NO_CHANGE)
-                return least if lengths is None else least + unit * np.outer(lengths[0][start:stop], lengths[1])
+                if factors is None:
+                    return least
+                return least + unit * np.outer(rows_of_b[start:stop], columns_of_a)
 
-            stated = {expert: 0.0 if slot is None else slot.summed.get(expert, 0.0) for expert in sorted(given)}
             return _Subject(
-                name, like.layer, (like.out_features, like.in_features), stated, read, rounding, changes,
-                "F32", {expert: _mistakes(module) for expert, module in given.items()},
-            )  # fmt: skip
+                name=name,
+                layer=like.layer,
+                shape=(like.out_features, like.in_features),
+                stated=stated,
+                read=read,
+                rounding=rounding,
+                changes=changes,
+                dtype="F32",
+                mistakes={expert: _mistakes(module) for expert, module in given.items()},
+            )
 
-        found = list(map_in_threads(lambda name: _explain(subject(name)), everything))
-    findings = _as_a_whole([finding for finding, _ in found])
-    moved = {finding.name for finding, same in found if not same}
+        explained = list(map_in_threads(lambda name: _explain(subject(name)), everything))
+    findings = _as_a_whole([finding for finding, _ in explained])
+    moved = {finding.name for finding, same in explained if not same}
     return _answers(_formula(plan), findings, moved, [], [], {}, None)
 
 
@@ -628,44 +700,62 @@ def _answers(
     differing: Sequence[str], swapped: Mapping[str, str], base: Checkpoint | None,
 ) -> Attribution:  # fmt: skip
     """The sentences for what was found."""
-    moved, changed = set(moved), [finding for finding in findings if any(finding.stated.values())]
+    moved = set(moved)
+    changed = [finding for finding in findings if any(finding.stated.values())]
     odd = [finding for finding in findings if not finding.fits]
-    answers: list[str] = []
     lost = [finding for finding in odd if finding.found is None]
+    seen = [finding for finding in changed if not finding.unseen]
+    kept = [finding for finding in findings if not finding.stated]
     untouched = [finding.name for finding in lost if not finding.stated]
-    whose = "zero" if base is None else "the base's"
-    if changed and not moved and len(odd) == len([f for f in changed if not f.unseen]):
+
+    # What the folder is as a whole, or else each group of tensors that is not as stated
+    answers: list[str] = []
+    if changed and not moved and len(odd) == len(seen):
         where = "Adds nothing to the base" if base is None else "Equals the base in every number"
         answers.append(f"{where}: nothing was merged")
-    elif base is not None and len(untouched) > len([f for f in findings if not f.stated]) / 2:
+    elif base is not None and len(untouched) > len(kept) / 2:
         answers.append(
             f"Not made from {base.name}: {_counted(untouched, 'tensor')} that no expert changes, such as "
             f"{untouched[0]}, differ from the base's"
         )
     else:
         answers += [_scaled(group, changed, stated) for group in _grouped(odd)]
-        if lost:
-            held = [name for name in sorted(swapped) if name in {finding.name for finding in lost}]
-            rest = [finding.name for finding in lost if finding.name not in swapped]
-            if held:
-                pairs = [f"{name} holds what belongs in {swapped[name]}" for name in held]
-                answers.append(f"{_counted(held, 'tensor')} in another's place: {and_more(pairs, _SHOWN)}")
-            if rest:
-                what = "tensor" if base else "module"
-                answers.append(
-                    f"{_counted(rest, what)} neither {whose} nor a weighted sum with the experts: "
-                    f"{and_more(rest, _SHOWN)}"
-                )
+        answers += _on_lost([finding.name for finding in lost], swapped, base)
     answers += remarks
     names = tuple(dict.fromkeys([*differing, *(finding.name for finding in odd)]))
+    if not names:
+        answers = [stated]
+
+    # What could not be decided
     notes = []
-    if unseen := [finding.name for finding in findings if finding.unseen]:
+    unseen = [finding.name for finding in findings if finding.unseen]
+    if unseen:
         notes.append(f"In {_counted(unseen, 'tensor')} the change is smaller than the rounding: {and_more(unseen, 1)}")
-    for name in dict.fromkeys(name for finding in changed for name in finding.zero):
-        among = [finding.name for finding in changed if name in finding.zero]
+    zero: dict[str, list[str]] = {}
+    for finding in changed:
+        for name in finding.zero:
+            zero.setdefault(name, []).append(finding.name)
+    for name, among in zero.items():
         notes.append(f"{name} changes nothing in {_counted(among, 'tensor')}, so its coefficient there is not known")
     within, sentence = _resolution(changed)
-    return Attribution(stated, tuple(answers) if names else (stated,), findings, names, (*notes, *sentence), within)
+    return Attribution(stated, tuple(answers), findings, names, (*notes, *sentence), within)
+
+
+def _on_lost(names: Sequence[str], swapped: Mapping[str, str], base: Checkpoint | None) -> Iterator[str]:
+    """Sentences on tensors that no coefficients explain.
+
+    Args:
+        swapped: tensor → the one that it holds instead.
+    """
+    held = sorted(name for name in names if name in swapped)
+    if held:
+        pairs = [f"{name} holds what belongs in {swapped[name]}" for name in held]
+        yield f"{_counted(held, 'tensor')} in another's place: {and_more(pairs, _SHOWN)}"
+
+    rest = [name for name in names if name not in swapped]
+    if rest:
+        what, whose = ("module", "zero") if base is None else ("tensor", "the base's")
+        yield f"{_counted(rest, what)} neither {whose} nor a weighted sum with the experts: {and_more(rest, _SHOWN)}"
 
 
 def _resolution(changed: Iterable[Finding]) -> tuple[float | None, tuple[str, ...]]:
@@ -673,10 +763,14 @@ def _resolution(changed: Iterable[Finding]) -> tuple[float | None, tuple[str, ..
     rooms = [max(finding.within.values()) for finding in changed if finding.within]
     if not rooms:
         return None, ()
-    if (alike := min(rooms)) < _EXACTLY:
+    alike = min(rooms)
+    if alike < _EXACTLY:
         return alike, ()
-    single = f", in single tensors up to {max(rooms):.2g}" if max(rooms) > 1.5 * alike else ""
-    return alike, (f"In this precision, a coefficient may be off by {alike:.2g} without being noticed{single}",)
+
+    note = f"In this precision, a coefficient may be off by {alike:.2g} without being noticed"
+    if max(rooms) > 1.5 * alike:
+        note += f", in single tensors up to {max(rooms):.2g}"
+    return alike, (note,)
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -697,23 +791,29 @@ def _agree(one: Finding, other: Finding) -> bool:
     ours, theirs = one.found or {}, other.found or {}
     if ours == theirs:
         return True
-    return ours.keys() == theirs.keys() and all(
-        abs(ours[name] - theirs[name]) <= one.within.get(name, 0.0) + other.within.get(name, 0.0) for name in ours
-    )
+    if ours.keys() != theirs.keys():
+        return False
+
+    for name in ours:
+        room = one.within.get(name, 0.0) + other.within.get(name, 0.0)
+        if not abs(ours[name] - theirs[name]) <= room:
+            return False
+    return True
 
 
 def _scaled(group: Sequence[Finding], changed: Sequence[Finding], stated: str) -> str:
     """The sentence for tensors whose coefficients are others than the stated ones."""
     first = group[0]
     found = dict(first.found or {})
-    missing = [name for name, value in first.stated.items() if value and not found.get(name)]
-    others = {name: value for name, value in found.items() if value and value != first.stated.get(name)}
-    alone = len(group) == len(changed) and all(any(finding.stated.values()) for finding in group)
-    mistakes = {finding.mistake for finding in group}
-    mistake = f": {mistakes.pop()}" if len(mistakes) == 1 and "" not in mistakes else ""
-    if alone:
+    mistake = ""
+    if first.mistake and all(finding.mistake == first.mistake for finding in group):
+        mistake = f": {first.mistake}"
+    if len(group) == len(changed) and all(any(finding.stated.values()) for finding in group):
         return f"{_sum(found)}, and not {stated}{mistake}"
+
     where = _where(group, changed)
+    missing = [name for name, value in first.stated.items() if value and not found.get(name)]
+    others = [name for name, value in found.items() if value and value != first.stated.get(name)]
     if missing and not others:
         verb = "lacks" if where.startswith("layer ") or len(group) == 1 else "lack"
         return f"{where} {verb} {' and '.join(missing)}"
@@ -732,29 +832,41 @@ def attribute(
             "Pass `rules`, such as `rules=['math + swahili']`",
             parameter="rules",
         )
-    plan = None
+    plan: Plan | None = None
+    places: dict[str, Path] = {}
     if experts:
         allocation = tuple(rules or [Rule(expert=next(iter(experts)))])
         content = {"allocation": allocation, "base_model": base_model}
         plan = compose(Composition(**content), dict(experts))
+        places = {name: expert.source.folder for name, expert in plan.experts.items()}
+
+    # An adapter
     if (folder / WEIGHTS).exists():
         if plan is None:
             raise ArgumentError(
                 f"{folder} is an adapter without a record", "Pass `experts` to compare it with", parameter="experts"
             )
-        places = {name: expert.source.folder for name, expert in plan.experts.items()}
         return _with_companions(_attribute_adapter(open_adapter(folder), plan), beside_adapter(folder, places))
-    base = plan.base.open(base_model) if plan else open_checkpoint(base_model) if base_model else None
+
+    # Full weights
+    base = None
+    if plan is not None:
+        base = plan.base.open(base_model)
+        plan = Resolved.of(plan).plan
+    elif base_model:
+        base = open_checkpoint(base_model)
     if base is None:
         raise ArgumentError(f"{folder} has no record", "Pass its `base_model`", parameter="base_model")
-    plan = plan and Resolved.of(plan).plan
     model = open_checkpoint(folder, what="model")
-    places = {name: expert.source.folder for name, expert in plan.experts.items()} if plan else {}
     beside = beside_model(model, base, places)
     if base.quantization is not None and model.quantization is None:  # then it was made from dequantized weights
         base = base.dequantized()
-    merged = None if plan is None else plan if plan.is_model else plan.merged_into(base)
-    check_precision(model, base, {slot.name for slot in merged or () if slot.terms})
+
+    changed: set[str] = set()
+    if plan is not None:
+        merged = plan if plan.is_model else plan.merged_into(base)
+        changed = {slot.name for slot in merged if slot.terms}
+    check_precision(model, base, changed)
     return _with_companions(_attribute_model(model, base, plan), beside)
 
 
