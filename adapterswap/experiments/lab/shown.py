@@ -129,8 +129,12 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
     if not os.path.exists(record):
         whole = place.absolute().parent
         above = os.path.exists(whole / "results.json")
-        remedy = f"Pass the folder above it: `lab={whole}`" if above else "Run `adapterswap lab` first"
-        raise NotFoundError(f"{place} contains no results.json", remedy, parameter="lab")
+        remedy = "Run `adapterswap lab` with this `--out-path` to its end. It resumes a stopped French scene"
+        if above:
+            remedy = f"Pass the folder above it: `lab={whole}`"
+        raise NotFoundError(
+            f"{place} contains no results.json, which `adapterswap lab` writes at its end", remedy, parameter="lab"
+        )
     try:
         content = json.loads(read_inside(place, record.name, limit=_MOST, kind=DataError) or b"")
         if content["format"] == FRENCH_FORMAT:
