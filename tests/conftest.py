@@ -281,7 +281,7 @@ def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = root / "small-lab" / "lab-run"
     with FileLock(root / "small-lab.lock"):
         if not (folder / "results.json").is_file():
-            folder.parent.mkdir()
+            folder.parent.mkdir(exist_ok=True)
             scene = replace(SCENES["gap"], math_rows=100, language_rows=100)
             LabPlan.of(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
     return folder
