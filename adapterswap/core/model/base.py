@@ -81,9 +81,14 @@ def _config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+    parts = [config]
+    for name in config.sub_configs:
+        parts.append(getattr(config, name, None))
+
+    for part in parts:
         chosen = getattr(part, "_attn_implementation", None)
-        for name in chosen.values() if isinstance(chosen, dict) else [chosen]:
+        names = chosen.values() if isinstance(chosen, dict) else [chosen]
+        for name in names:
             if name not in _ATTENTION:  # of a repository on the Hub, transformers would run compiled code
                 raise ValueError(f"its config asks for the attention {name!r}, which is not one of transformers' own")
     return config
@@ -164,18 +169,28 @@ def _builder(config: Any, *, to_adapt: bool, task_type: str | None) -> Callable[
     """What builds the model of a config; see `empty_model`."""
     import transformers  # whose auto classes take half a second to import
 
-    multimodal, names = config.get_text_config() is not config, config.architectures or []
+    multimodal = config.get_text_config() is not config
+
+    # The auto class for the task, or for a new adapter
     chosen = getattr(transformers, _TASK_CLASSES.get(task_type or "", ""), None)
-    if chosen is None or type(config) not in chosen._model_mapping:
-        chosen = transformers.AutoModelForCausalLM if to_adapt and not multimodal else None
+    if chosen is not None and type(config) not in chosen._model_mapping:
+        chosen = None
+    if chosen is None and to_adapt and not multimodal:
+        chosen = transformers.AutoModelForCausalLM
+
+    # Else the class that the config names
+    names = config.architectures or []
     if chosen is None and names:
         if not hasattr(transformers, names[0]):
             raise ValueError(f"transformers has no {names[0]}")
         build: Callable[[Any], Any] = getattr(transformers, names[0])._from_config
         return build
+
+    # Else transformers' own choice
     if chosen is None:
-        known = multimodal and type(config) in transformers.AutoModelForMultimodalLM._model_mapping
-        chosen = transformers.AutoModelForMultimodalLM if known else transformers.AutoModelForCausalLM
+        chosen = transformers.AutoModelForCausalLM
+        if multimodal and type(config) in transformers.AutoModelForMultimodalLM._model_mapping:
+            chosen = transformers.AutoModelForMultimodalLM
     return partial(chosen.from_config, trust_remote_code=False)
 
 
@@ -224,7 +239,10 @@ class Weight(NamedTuple):
     @property
     def shape(self) -> str:
         """The shape as text, in the form of `LoraModule.shape`."""
-        return f"{self.out_features}×{self.in_features}{' (an embedding)' if self.embedding else ''}"
+        text = f"{self.out_features}×{self.in_features}"
+        if self.embedding:
+            text += " (an embedding)"
+        return text
 
 
 def shape_of(module: Any) -> Shape | None:
@@ -291,10 +309,13 @@ class Base(Mapping[str, Weight]):
 
         kinds = (torch.nn.Linear, Conv1D, torch.nn.Embedding)
         modules = {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
+
+        # Which of them share a weight
         first = {name: self.parameters.get(f"{name}.weight", name) for name in modules}
         sharing: dict[str, list[str]] = {}
         for name, own in first.items():
             sharing.setdefault(own, []).append(name)
+
         container = layer_container(modules)
         weights = {}
         for name, module in modules.items():
@@ -387,25 +408,33 @@ class Base(Mapping[str, Weight]):
     def by_parameter(self) -> Mapping[str, Weight]:
         """The weights by parameter name, such as `model.layers.0.self_attn.q_proj.weight`; of tied ones only the
         first."""
-        named = {f"{name}.weight": weight for name, weight in self.items()}
-        return {name: weight for name, weight in named.items() if self.parameters.get(name) == name}
+        weights = {}
+        for module, weight in self.items():
+            name = f"{module}.weight"
+            if self.parameters.get(name) == name:
+                weights[name] = weight
+        return weights
 
     @cached_property
     def tied_head(self) -> tuple[str, str] | None:
         """The parameters of an embedding and of a head that shares its weight; None if no head does."""
-        pairs = (
-            (f"{weight.name}.weight", f"{other}.weight")
-            for weight in self.values()
-            for other in weight.tied
-            if weight.embedding and not self[other].embedding
-        )
-        return next(pairs, None)
+        for weight in self.values():
+            if not weight.embedding:
+                continue
+            for other in weight.tied:
+                if not self[other].embedding:
+                    return f"{weight.name}.weight", f"{other}.weight"
+        return None
 
     @cached_property
     def shared_embeddings(self) -> Mapping[str, tuple[str, ...]]:
         """Embeddings that share a weight, as an encoder's and a decoder's: module → the others that share it."""
         embeddings = {name for name, weight in self.items() if weight.embedding}
-        return {name: w.tied for name, w in self.items() if len(embeddings & {name, *w.tied}) > 1}
+        shared = {}
+        for name, weight in self.items():
+            if len(embeddings & {name, *weight.tied}) > 1:
+                shared[name] = weight.tied
+        return shared
 
     def is_in_tower(self, module: str) -> bool:
         """Whether a module belongs to a vision or audio tower or a projector, not to the language model or its head."""
@@ -414,7 +443,9 @@ class Base(Mapping[str, Weight]):
     @property
     def language(self) -> str:
         """The prefix of the language model's modules in a multimodal model; empty in others."""
-        return before_layers(self.container) if self.container and self.is_multimodal else ""
+        if self.container and self.is_multimodal:
+            return before_layers(self.container)
+        return ""
 
     @cached_property
     def convert(self) -> Callable[[str], tuple[str, Any, str | None]]:
@@ -451,16 +482,24 @@ class Base(Mapping[str, Weight]):
         """
         if module in self._shapes:
             return module
-        if holder := _holder_of_bias(module):
+        holder = _holder_of_bias(module)
+        if holder:
             holder = self.find(holder, container)
             return holder and f"{holder}.bias"
+
+        # One expert of a layer: in memory all experts are one module.
         start, within, end = module.rpartition(_EXPERTS)
-        if within and end[:1].isdigit():  # one expert of a layer; in memory all experts are one module
+        if within and end[:1].isdigit():
             parent = self.find(start, container)
-            stacked = parent and (self._is_stacked(module) or self._is_stacked(f"{parent}{within}{end}"))
-            return f"{parent}{within}{end}" if stacked else None
-        fitting = (name for name in self._candidates(module, container) if self._fits(name, shape))
-        return next(fitting, None)
+            name = f"{parent}{within}{end}"
+            if parent and (self._is_stacked(module) or self._is_stacked(name)):
+                return name
+            return None
+
+        for name in self._candidates(module, container):
+            if name in self._shapes and (shape is None or self._shapes[name] in (None, shape)):
+                return name
+        return None
 
     def _is_stacked(self, module: str) -> bool:
         """Whether a mixture's checkpoints may hold the matrix of this one expert, which transformers stacks on others;
@@ -484,13 +523,14 @@ class Base(Mapping[str, Weight]):
     @cached_property
     def _shapes(self) -> dict[str, Shape | None]:
         """Every module, and the parameters that PEFT adapts by their own names (`target_parameters`)."""
-        shapes: dict[str, Shape | None] = {
-            module: shape_of(getattr(part, "base_layer", part))
-            for module, part in self._model.named_modules()
-            if module
-        }
-        named = self._model.named_parameters(remove_duplicate=False)
-        return shapes | dict.fromkeys(name for name, parameter in named if parameter.dim() in (2, 3))
+        shapes: dict[str, Shape | None] = {}
+        for module, part in self._model.named_modules():
+            if module:
+                shapes[module] = shape_of(getattr(part, "base_layer", part))
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if parameter.dim() in (2, 3):
+                shapes[name] = None
+        return shapes
 
     def are_text_only(self, modules: Iterable[str]) -> bool:
         """Whether all these modules are in the text-only class with the same language model, under these names."""
@@ -504,18 +544,20 @@ class Base(Mapping[str, Weight]):
     def older(self, module: str) -> str:
         """The name of a module, or of its bias, in transformers 4 and in the Hub's checkpoints: by transformers'
         renamings in reverse."""
-        if holder := _holder_of_bias(module):
+        holder = _holder_of_bias(module)
+        if holder:
             return f"{self.older(holder)}.bias"
+
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange, WeightRenaming, rename_source_key
 
-        rules = get_model_conversion_mapping(self._model, add_legacy=False)
-        back = [
-            rule.reverse_transform()
-            for rule in rules[::-1]
-            # A prefix change of the whole model belongs to another class; it is not an older name of this one.
-            if isinstance(rule, WeightRenaming) and not (isinstance(rule, PrefixChange) and not rule.scope_prefix)
-        ]
+        # A prefix change of the whole model belongs to another class; it is not an older name of this one.
+        back = []
+        for rule in get_model_conversion_mapping(self._model, add_legacy=False)[::-1]:
+            is_of_another_class = isinstance(rule, PrefixChange) and not rule.scope_prefix
+            if isinstance(rule, WeightRenaming) and not is_of_another_class:
+                back.append(rule.reverse_transform())
+
         old: str = rename_source_key(f"{module}.weight", back, [], reverse=True)[0].removesuffix(".weight")
         if self.find(old, layer_container([old])) != module:
             raise BaseModelError(
@@ -535,10 +577,14 @@ class Base(Mapping[str, Weight]):
             return None
         if has_both_stacks(ours) or has_both_stacks(theirs):
             ours, theirs = of_any_stack(ours), of_any_stack(theirs)
-        if not _same_decoder(ours, theirs):
+
+        # Two lists of layers may be the same if they differ only in prefixes of the language model.
+        our_parts = [part for part in ours.split(".") if part not in _NEUTRAL]
+        their_parts = [part for part in theirs.split(".") if part not in _NEUTRAL]
+        start = before_layers(ours)
+        if our_parts != their_parts or not module.startswith(start):
             return None
-        start, root = before_layers(ours), before_layers(theirs)
-        return f"{root}{module.removeprefix(start)}" if module.startswith(start) else None
+        return f"{before_layers(theirs)}{module.removeprefix(start)}"
 
     def _candidates(self, module: str, container: str | None) -> Iterator[str]:
         yield self._renamed(module)
@@ -548,16 +594,15 @@ class Base(Mapping[str, Weight]):
         if ModuleName(module).is_vocabulary(None):  # outside the layers, under its own prefix
             last = module.rpartition(".")[2]
             ends = [name for name in self._shapes if name.rpartition(".")[2] == last]
-            yield from ends if len(ends) == 1 else ()
+            if len(ends) == 1:
+                yield from ends
 
     def _renamed(self, module: str) -> str:
         return (self.rename(f"{module}.weight") or "").removesuffix(".weight")
 
-    def _fits(self, name: str, shape: Shape | None) -> bool:
-        return name in self._shapes and (shape is None or self._shapes[name] in (None, shape))
-
     def fused(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, FusedParameter]:
         """The parameters with three axes, by name; `stored` are a checkpoint's keys and shapes."""
+        # The stored tensors that are renamed to each parameter, and those that are fused in it
         alone: dict[str, str] = {}
         sources: dict[str, list[tuple[str, Any, str | None]]] = {}
         for key in stored:
@@ -566,6 +611,7 @@ class Base(Mapping[str, Weight]):
                 alone[name] = key
             else:
                 sources.setdefault(name, []).append((key, rule, pattern))
+
         modules = dict(self._model.named_modules())
         fused = {}
         for name, parameter in self._model.state_dict().items():
@@ -593,12 +639,6 @@ def _holder_of_bias(name: str) -> str | None:
     return name.removesuffix(".bias") if name.endswith(".bias") else None
 
 
-def _same_decoder(first: str, second: str) -> bool:
-    """Whether two lists of layers may be the same: they differ only in prefixes of the language model."""
-    first_parts, second_parts = ([part for part in name.split(".") if part not in _NEUTRAL] for name in (first, second))
-    return first_parts == second_parts
-
-
 def _parts(
     shape: tuple[int, int, int],
     sources: Iterable[tuple[str, Any, str | None]],
@@ -607,7 +647,7 @@ def _parts(
     """The place of each stored matrix, if transformers only stacks matrices and concatenates their rows."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    parts: dict[str, ExpertRows] = {}
+    # The keys by expert, and by their place in the concatenation
     matrices: dict[int, dict[int, str]] = {}
     for key, rule, pattern in sources:
         kinds = [type(operation) for operation in rule.operations]
@@ -620,6 +660,9 @@ def _parts(
         matrices.setdefault(int(number[1]), {})[rule.source_patterns.index(pattern)] = key
     if set(matrices) != set(range(shape[0])):
         return {}
+
+    # Each matrix's rows, which must fill the parameter
+    parts: dict[str, ExpertRows] = {}
     for expert, keys in matrices.items():
         start = 0
         for _, key in sorted(keys.items()):

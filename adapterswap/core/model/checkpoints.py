@@ -66,7 +66,8 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     if container is None:
         return
     problems = Problems(ExpertError)
-    model = ModelConfig(config).language
+
+    # The number of layers
     configured = ModelConfig(config).stacked_layers
     if not isinstance(configured, int | None):
         _check_stacks(folder, configured, tensors, container, problems)
@@ -77,8 +78,12 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         problems.add(
             f"{folder}: config.json says {configured} layers, but the weights have {stored} in {container}", _REMEDY
         )
-    widths = [value for key in _WIDTHS if type(value := model.get(key)) is int]
-    for name in (f"{before_layers(container)}{end}.weight" for end in sorted(EMBEDDINGS)):
+
+    # The width of the embedding
+    stated = [ModelConfig(config).language.get(key) for key in _WIDTHS]
+    widths = [width for width in stated if type(width) is int]
+    for end in sorted(EMBEDDINGS):
+        name = f"{before_layers(container)}{end}.weight"
         tensor = tensors.get(name)
         if tensor is None or len(tensor.shape) != 2 or tensor.dtype not in Dtype.FLOATS:
             continue
@@ -93,19 +98,20 @@ def _check_stacks(
     folder: Path, configured: Mapping[Stack, int], tensors: Iterable[str], container: str, problems: Problems
 ) -> None:
     for stack, count in configured.items():
-        inside = [
-            name
-            for name in tensors
-            if ModuleName(name).stack == stack and ModuleName(name).layer(container) is not None
-        ]
-        stored = _num_layers(inside, container) if inside else 0
+        stored = 0
+        for name in tensors:
+            layer = ModuleName(name).layer(container)
+            if layer is not None and ModuleName(name).stack == stack:
+                stored = max(stored, 1 + layer)
+
         if stored not in (0, count):  # an encoder alone has no decoder
             message = f"{folder}: config.json says {count} {stack} layers, but the weights have {stored}"
             problems.add(message, _REMEDY)
 
 
 def _num_layers(tensors: Iterable[str], container: str) -> int:
-    return 1 + max(layer for name in tensors if (layer := ModuleName(name).layer(container)) is not None)
+    layers = [ModuleName(name).layer(container) for name in tensors]
+    return 1 + max(layer for layer in layers if layer is not None)
 
 
 MODEL_INDEX = "model.safetensors.index.json"
@@ -230,25 +236,31 @@ class Checkpoint:
             other: the checkpoint with the more precise weights.
             without: tensors that are expected to differ.
         """
-        names = [name for name in self.parameters if name in other.parameters and name not in without]
-        pairs = [(self.parameters[name], other.parameters[name]) for name in names]
-        order = [
-            [Dtype.FLOATS.index(p.tensor.dtype) if p.tensor.dtype in Dtype.FLOATS else -1 for p in pair]
-            for pair in pairs
-        ]
-        alike = all(ours.tensor.shape == theirs.tensor.shape for ours, theirs in pairs)
-        if not alike or any(-1 in pair or pair[0] < pair[1] for pair in order):
-            return None
+        pairs = []
+        for name, parameter in self.parameters.items():
+            if name in other.parameters and name not in without:
+                pairs.append((parameter, other.parameters[name]))
+
+        # The shapes are the same, and no tensor is more precise here than there; FLOATS has the precise ones first.
+        rounded = None
+        for ours, theirs in pairs:
+            own, precise = ours.tensor.dtype, theirs.tensor.dtype
+            if ours.tensor.shape != theirs.tensor.shape or not {own, precise} <= {*Dtype.FLOATS}:
+                return None
+            if Dtype.FLOATS.index(own) < Dtype.FLOATS.index(precise):
+                return None
+            if rounded is None and own != precise:
+                rounded = own
+
         most = max(_LEAST_NUMBERS, _NUMBERS // max(len(pairs), 1))
         with open_files([*self.shards, *other.shards]) as files:
             for ours, theirs in pairs:
                 dtype, count = ours.tensor.dtype, min(prod(ours.tensor.shape), most)
-                precise = theirs.tensor.read_elements(other.name, files[theirs.path], 0, count)
-                own = ours.tensor.read_bytes(files[ours.path], 0, count * Dtype.BYTES[dtype])
-                if not np.array_equal(Dtype(dtype).pack(precise), own):
+                numbers = theirs.tensor.read_elements(other.name, files[theirs.path], 0, count)
+                held = ours.tensor.read_bytes(files[ours.path], 0, count * Dtype.BYTES[dtype])
+                if not np.array_equal(Dtype(dtype).pack(numbers), held):
                     return None
-        rounded = (pair[0].tensor.dtype for pair, (ours, theirs) in zip(pairs, order, strict=True) if ours > theirs)
-        return next(rounded, None)
+        return rounded
 
     def is_transposed(self, key: str) -> bool:
         """Whether the weight stored under `key` is a Conv1D's, and so in×out; False for an embedding's, and for other
@@ -270,12 +282,18 @@ class Checkpoint:
 
     @cached_property
     def _conv1d_keys(self) -> frozenset[str]:
-        if not any(architecture.has_conv1d for architecture in architectures_in(self.config)) and not any(
-            len(shape) == 2 and shape[0] != shape[1] and self.is_transposed(key) for key, shape in self._shapes.items()
-        ):
+        has_conv1d = any(architecture.has_conv1d for architecture in architectures_in(self.config))
+        if not has_conv1d:
+            oblong = [key for key, shape in self._shapes.items() if len(shape) == 2 and shape[0] != shape[1]]
+            has_conv1d = any(map(self.is_transposed, oblong))
+        if not has_conv1d:
             return frozenset()
-        conv1d = (f"{name}.weight" for name, weight in self.base.items() if weight.transposed and not weight.embedding)
-        return frozenset(self._stored_keys[name] for name in conv1d if name in self._stored_keys)
+
+        keys = set()
+        for name, weight in self.base.items():
+            if weight.transposed and not weight.embedding and f"{name}.weight" in self._stored_keys:
+                keys.add(self._stored_keys[f"{name}.weight"])
+        return frozenset(keys)
 
     @cached_property
     def _stored_keys(self) -> Mapping[str, str]:
@@ -306,7 +324,9 @@ class Checkpoint:
         sources: dict[str, str] = {}
         for key in self._shapes:
             name, rule, _ = self.base.convert(key)
-            for target in rule.target_patterns if rule else ():
+            if not rule:
+                continue
+            for target in rule.target_patterns:
                 sources.setdefault(name.replace(rule.target_patterns[0], target, 1), key)
         return sources
 
@@ -336,7 +356,7 @@ class Checkpoint:
 
         For the one of them that is not stored, this is the key under which transformers would load it.
         """
-        if self.base.tied_head is None or not self._stored_keys.keys() & set(self.base.tied_head):
+        if self.base.tied_head is None or self._stored_keys.keys().isdisjoint(self.base.tied_head):
             return None
         embedding, head = self.base.tied_head
         return self._stored_keys.get(embedding, embedding), self._stored_keys.get(head, head)
@@ -352,7 +372,9 @@ class Checkpoint:
         try:
             return _read_checkpoint(source, what, config)
         except ExpertError as error:
-            raise (error.recast(BaseModelError, parameter="base_model") if what == "base model" else error) from None
+            if what != "base model":
+                raise
+            raise error.recast(BaseModelError, parameter="base_model") from None
 
 
 def open_checkpoint(reference: str | Path, *, what: str = "base model") -> Checkpoint:
@@ -377,15 +399,20 @@ def _read_checkpoint(source: Source, role: str, config: Mapping[str, Any] | None
     if config is None:
         config = read_json(source.folder / MODEL_CONFIG, f"Pass the {role}'s folder, with a valid config.json")
     check_alone(source.folder)
-    if name := config.get("transformers_weights"):
+    other_file = config.get("transformers_weights")
+    if other_file:
         raise UnsupportedError(
-            f"{source.folder}: config.json names another file of weights ({name!r}, transformers_weights)",
+            f"{source.folder}: config.json names another file of weights ({other_file!r}, transformers_weights)",
             f"Remove the entry, and call the file {MODEL_WEIGHTS}",
         )
+
     shards = read_shards(source.folder)
-    tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        tensors |= shard.tensors
     container = layer_container(tensors)
     check_config(source.folder, config, tensors, container)
+
     depth = ModelConfig(config).stacked_layers
     parameters = {}
     for shard in shards:
@@ -395,6 +422,7 @@ def _read_checkpoint(source: Source, role: str, config: Mapping[str, Any] | None
             if layer is not None and isinstance(depth, int) and layer >= depth:
                 layer = None  # a layer after the language model's that predicts further tokens (DeepSeek, GLM)
             parameters[name] = StoredTensor(name, module, layer, ModuleName(module).kind, tensor, shard.path)
+
     records = Records(source.folder)
     return Checkpoint(source, config, shards, parameters, container, records.base(), records.kept_layers())
 
@@ -421,6 +449,8 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
     """
     if os.path.exists(folder / MODEL_WEIGHTS):
         return (TensorFile.read(folder / MODEL_WEIGHTS),)
+
+    # What the index names
     index = folder / MODEL_INDEX
     if not os.path.exists(index):
         raise _missing(folder)
@@ -431,25 +461,28 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
         for name in weight_map.values()
     ):
         raise ExpertError(f"{index} is not an index of safetensors shards", remedy)
+
     problems = Problems(ExpertError)
     shards = []
     for name in sorted(set(weight_map.values())):
         with problems.collect():
             shards.append(TensorFile.read(folder / name))
     problems.raise_if_any()
+
+    # Each tensor is in the shard that the index says, and in no other.
     owners: dict[str, str] = {}
     for shard in shards:
         for tensor in shard.tensors:
             if tensor in owners:
                 problems.add(f"{folder}: {tensor} is in both {owners[tensor]} and {shard.path.name}", remedy)
             owners[tensor] = shard.path.name
-    if odd := sorted(name for name in owners.keys() | weight_map.keys() if owners.get(name) != weight_map.get(name)):
+    odd = sorted(name for name in owners.keys() | weight_map.keys() if owners.get(name) != weight_map.get(name))
+    if odd:
         actual = owners.get(odd[0], "no shard")
-        problems.add(
-            f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, but it is in {actual}"
-            + (f"; {len(odd) - 1} more differ" if len(odd) > 1 else ""),
-            remedy,
-        )
+        message = f"{index} says that {odd[0]} is in {weight_map.get(odd[0], 'no shard')}, but it is in {actual}"
+        if len(odd) > 1:
+            message += f"; {len(odd) - 1} more differ"
+        problems.add(message, remedy)
     problems.raise_if_any()
     return tuple(shards)
 
@@ -481,5 +514,7 @@ def model_identity(source: Source) -> dict[str, Any]:
 
 def fingerprints(folder: Path, patterns: Iterable[str] = ("*",)) -> dict[str, str]:
     """The fingerprints of the files in a folder that match one of the patterns, by name."""
-    files = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    files: set[Path] = set()
+    for pattern in patterns:
+        files |= {path for path in folder.glob(pattern) if path.is_file()}
     return {path.name: fingerprint(path) for path in sorted(files)}

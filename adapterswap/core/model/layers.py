@@ -128,23 +128,32 @@ def check_one_list(expert: str, names: Iterable[str], *, shared: bool = False) -
 
 def _lists_of_layers(names: Iterable[str]) -> list[str]:
     """The lists that may hold the language model's layers."""
-    numbered = [match for name in names if (match := _NUMBERED.match(name))]
-    if deep := next((match for match in numbered if len(match["layer"].lstrip("0")) > _MOST_DIGITS), None):
-        raise ExpertError(
-            f"{deep.string} has a layer number above {MAX_LAYERS - 1}, but no model is that deep",
-            "Save the weights again",
-        )
-    containers = sorted({match["container"][:-1] for match in numbered})
-    containers = [name for name in containers if not _SHARED_LIST.search(name)]
-    parts = {container: container.split(".") for container in containers}
-    inside = [name for name in containers if not _is_of_another_part(parts[name])]
-    if len(inside) > 1:
-        named = [name for name in inside if _LANGUAGE_PARTS.intersection(parts[name])]
-        for lists in (named, inside):
-            if len(lists) == len(STACKS) and len({of_any_stack(name) for name in lists}) == 1:
-                return [of_any_stack(lists[0])]
-        return named if len(named) == 1 else inside
-    return inside
+    containers = set()
+    for name in names:
+        match = _NUMBERED.match(name)
+        if match is None:
+            continue
+        if len(match["layer"].lstrip("0")) > _MOST_DIGITS:
+            raise ExpertError(
+                f"{name} has a layer number above {MAX_LAYERS - 1}, but no model is that deep",
+                "Save the weights again",
+            )
+        containers.add(match["container"][:-1])
+
+    # Blocks that several layers share, towers and projectors are left out.
+    inside = []
+    for container in sorted(containers):
+        if not _SHARED_LIST.search(container) and not _is_of_another_part(container.split(".")):
+            inside.append(container)
+    if len(inside) <= 1:
+        return inside
+
+    # Of several, one under the language model's name, or the two of an encoder and a decoder
+    named = [name for name in inside if _LANGUAGE_PARTS.intersection(name.split("."))]
+    for lists in (named, inside):
+        if len(lists) == len(STACKS) and len({of_any_stack(name) for name in lists}) == 1:
+            return [of_any_stack(lists[0])]
+    return named if len(named) == 1 else inside
 
 
 def _is_of_another_part(segments: Sequence[str]) -> bool:
@@ -165,7 +174,9 @@ class ModuleName(str):
         Decoder-only models may have such a segment too (OPT's `model.decoder.layers`): see `Depth.stack_of`.
         """
         match = _STACK.search(self)
-        return None if match is None else "encoder" if match["stack"] == "encoder" else "decoder"
+        if match is None:
+            return None
+        return "encoder" if match["stack"] == "encoder" else "decoder"
 
     def in_stack(self, stack: Stack) -> str:
         """The name of the same module in the encoder or the decoder."""
@@ -181,15 +192,17 @@ class ModuleName(str):
         if match is None or container is None:
             return None
         own_container = match["container"][:-1]
-        same = own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container)
-        return int(match["layer"]) if same else None
+        if own_container == container or (_ANY_STACK in container and of_any_stack(own_container) == container):
+            return int(match["layer"])
+        return None
 
     @property
     def shared_list(self) -> str | None:
         """The list of blocks that holds the module, if several layers share each block; else None."""
         match = _NUMBERED.match(self)
-        container = None if match is None else match["container"][:-1]
-        return container if container is not None and _SHARED_LIST.search(container) else None
+        if match is None or not _SHARED_LIST.search(match["container"][:-1]):
+            return None
+        return match["container"][:-1]
 
     @property
     def kind(self) -> Kind:
@@ -202,7 +215,9 @@ class ModuleName(str):
                 return "mlp"
             if segment in _MIXED:
                 within = set(segments[place + 1 :])
-                return "attention" if within & _IN_ATTENTION else "mlp" if within & _IN_MLP else "other"
+                if within & _IN_ATTENTION:
+                    return "attention"
+                return "mlp" if within & _IN_MLP else "other"
         return "other"
 
     def ends(self) -> Iterator[str]:
@@ -250,15 +265,21 @@ def of_any_stack(container: str) -> str:
     place = next((place for place, part in enumerate(parts) if _STACK.fullmatch(part)), None)
     if place is None:
         return container
-    below = (part for part in parts[place + 1 :] if part not in _LANGUAGE_PARTS)
-    return ".".join([*parts[:place], _ANY_STACK, *(_WRAPPED_STACK.sub(_ANY_STACK, part) for part in below)])
+
+    renamed = [*parts[:place], _ANY_STACK]
+    for part in parts[place + 1 :]:
+        if part not in _LANGUAGE_PARTS:
+            renamed.append(_WRAPPED_STACK.sub(_ANY_STACK, part))
+    return ".".join(renamed)
 
 
 def before_layers(container: str) -> str:
     """The prefix of the list of layers in module names, such as `model.`; for two stacks, their common prefix."""
     parts = container.split(".")
-    parts = parts[: parts.index(_ANY_STACK)] if _ANY_STACK in parts else parts[:-1]
-    return "".join(f"{part}." for part in parts)
+    end = len(parts) - 1
+    if _ANY_STACK in parts:
+        end = parts.index(_ANY_STACK)
+    return "".join(f"{part}." for part in parts[:end])
 
 
 class ModelConfig(NamedTuple):
@@ -269,8 +290,11 @@ class ModelConfig(NamedTuple):
     @property
     def language(self) -> Mapping[str, Any]:
         """The part that describes the language model; the whole config if it has no such part."""
-        nested = next((part for key in _TEXT_CONFIG_KEYS if isinstance(part := self.content.get(key), Mapping)), None)
-        return self.content if nested is None else ModelConfig(nested).language
+        for key in _TEXT_CONFIG_KEYS:
+            nested = self.content.get(key)
+            if isinstance(nested, Mapping):
+                return ModelConfig(nested).language
+        return self.content
 
     @property
     def stacked_layers(self) -> NumLayers | None:
@@ -279,8 +303,11 @@ class ModelConfig(NamedTuple):
             return _stacked(self.content)
         for key in _TEXT_CONFIG_KEYS:
             nested = self.content.get(key)
-            if isinstance(nested, Mapping) and (depth := ModelConfig(nested).stacked_layers) is not None:
-                return depth
+            if isinstance(nested, Mapping):
+                depth = ModelConfig(nested).stacked_layers
+                if depth is not None:
+                    return depth
+
         for key in _NUM_LAYERS_KEYS:
             value = self.content.get(key)
             if _is_depth(value):
@@ -289,7 +316,10 @@ class ModelConfig(NamedTuple):
             value = self.content.get(key)
             if isinstance(value, list | str) and 0 < len(value) <= MAX_LAYERS:
                 return len(value)
-        return _depth_by_default(self.content) if self.language is not self.content else None
+
+        if self.language is self.content:
+            return None
+        return _depth_by_default(self.content)
 
     @property
     def num_layers(self) -> int | None:
@@ -351,11 +381,15 @@ def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
             return dict(zip(STACKS, values, strict=True))
     if _is_depth(config.get("num_layers")) and config.get("num_decoder_layers") is None:  # T5: as deep as the encoder
         return dict.fromkeys(STACKS, config["num_layers"])
-    nested = [config.get(stack) for stack in STACKS]
-    depths = [ModelConfig(part).num_layers if isinstance(part, Mapping) else None for part in nested]
-    if None in depths:
-        return None
-    return {stack: depth for stack, depth in zip(STACKS, depths, strict=True) if depth is not None}
+
+    # Each stack with a config of its own
+    depths: dict[Stack, int] = {}
+    for stack in STACKS:
+        nested = config.get(stack)
+        depth = ModelConfig(nested).num_layers if isinstance(nested, Mapping) else None
+        if depth is not None:
+            depths[stack] = depth
+    return depths if len(depths) == len(STACKS) else None
 
 
 def _is_depth(value: Any) -> bool:

@@ -59,6 +59,7 @@ def aligned(experts: Mapping[str, Adapter], base: Checkpoint | None = None) -> d
         return result.experts
     located = locate_all(result.experts, base, problems).located
     problems.raise_if_any()
+
     renamed = {}
     for name, adapter in result.experts.items():
         keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
@@ -118,6 +119,7 @@ def check_alignment(result: Aligned, problems: Problems) -> None:
 
 def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
     """A sentence about two names in different experts that may mean one module; None if there are none."""
+    # The lists of layers
     layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))
@@ -126,39 +128,58 @@ def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
                 f"The layers are named {first}.N in {first_name} but {container}.N in {name}; these may be the same "
                 "modules"
             )
-    parts: dict[str, Mapping[str, Part]] = {name: adapter.parts for name, adapter in experts.items()}
-    for name, modules in parts.items():
-        for other, others in parts.items():
-            if (twin := _twin(modules, others)) is not None:
+
+    # Single modules
+    for name, adapter in experts.items():
+        for other, theirs in experts.items():
+            twin = _twin(adapter.parts, theirs.parts)
+            if twin is not None:
                 return f"{name} adapts {twin[0]} and {other} adapts {twin[1]}; these may be the same module"
     return None
 
 
 def _twin(ours: Mapping[str, Part], theirs: Mapping[str, Part]) -> tuple[str, str] | None:
     """A name that is only in `ours` and one that is only in `theirs`, if the two may mean one module."""
-    mine, others = ours.keys() - theirs.keys(), theirs.keys() - ours.keys()
+    mine = sorted(ours.keys() - theirs.keys())
     if not mine:
         return None
-    for long in sorted(mine):
-        if (short := next((short for short in _other_names(long, theirs) if short not in ours), None)) is not None:
-            return long, short
-    by_place = {_place(theirs[name]): name for name in sorted(others)}
-    return next(((name, by_place[at]) for name in sorted(mine) if (at := _place(ours[name])) in by_place), None)
+
+    # By their ends
+    for long in mine:
+        for short in _other_names(long, theirs):
+            if short not in ours:
+                return long, short
+
+    # By what every name of a module shares
+    by_place = {_place(theirs[name]): name for name in sorted(theirs.keys() - ours.keys())}
+    for name in mine:
+        place = _place(ours[name])
+        if place in by_place:
+            return name, by_place[place]
+    return None
 
 
 def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
     """Those of `names` that may mean `module`: its end, or an embedding or head under another prefix."""
     _, *ends = ModuleName(module).ends()
-    yield from (end for end in ends if end in names)
+    for end in ends:
+        if end in names:
+            yield end
     if ModuleName(module).is_vocabulary(None):
         last = module.rpartition(".")[2]
-        yield from (name for name in sorted(names) if name.rpartition(".")[2] == last and name != module)
+        for name in sorted(names):
+            if name != module and name.rpartition(".")[2] == last:
+                yield name
 
 
 def _place(module: Part) -> tuple[str, ...]:
     """The parts that all names of one module share: its kind and stack, the numbers in the name, its last part."""
-    parts = (module.name.removesuffix(".bias") if ModuleKeys(module.name).is_bias else module.name).split(".")
-    return module.kind, ModuleName(module.name).stack or "", parts[-1], *(part for part in parts if part.isdigit())
+    name = module.name
+    if ModuleKeys(name).is_bias:
+        name = name.removesuffix(".bias")
+    parts = name.split(".")
+    numbers = [part for part in parts if part.isdigit()]
+    return module.kind, ModuleName(module.name).stack or "", parts[-1], *numbers
 
 
 def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
@@ -168,5 +189,7 @@ def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
     """
     if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
         return False
-    modules = [{re.sub(r"\d+", "0", module) for module in adapter.parts} for adapter in experts.values()]
+    modules = []
+    for adapter in experts.values():
+        modules.append({re.sub(r"\d+", "0", module) for module in adapter.parts})
     return any(first - second and second - first for first, second in combinations(modules, 2))

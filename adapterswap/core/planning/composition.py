@@ -196,15 +196,21 @@ class Composition(MethodFields):
 
     def check(self) -> None:
         set_fields = self.model_fields_set
+
+        # Who takes part
         for name in self.experts:
-            if reason := ExpertName(name).fault:
+            reason = ExpertName(name).fault
+            if reason:
                 raise FieldMistake(reason, "experts")
         self._check_chains()
         for side, names in (("task", self.task), ("language", self.language)):
             if not names:
                 raise FieldMistake(f"`{side}` is empty: name at least one expert", side)
-            if twice := [name for name in names if names.count(name) > 1]:
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
                 raise FieldMistake(f"`{side}` names {twice[0]!r} twice: list each expert once", side)
+
+        # Fields that belong to rules, to layer swaps or to other methods
         if self.allocation is not None:
             extra = sorted(set_fields & _SIDED)
             if extra:
@@ -218,18 +224,22 @@ class Composition(MethodFields):
         elif not self.is_swap or self.partition:
             extra = sorted(set_fields & set(ZONES))
             if extra:
-                chosen = f"partition {self.partition}" if self.partition else self.method
+                chosen: str = self.method
+                if self.partition:
+                    chosen = f"partition {self.partition}"
                 listed = _listed(extra)
                 verb = "applies" if len(extra) == 1 else "apply"
                 raise FieldMistake(f"{listed} only {verb} to a layer swap, not to {chosen}", extra[0])
         if self.partition and not self.is_swap:
             raise FieldMistake(f"`partition` only applies to a layer swap, not to {self.method}", "partition")
-        for name, alike in _OF_SWAPS.items() if not self.is_swap else ():
-            if name in set_fields:
+        for name, alike in _OF_SWAPS.items():
+            if name in set_fields and not self.is_swap:
                 why = f"{self.method} treats all {alike} in the same way"
                 raise FieldMistake(f"`{name}` only applies to a layer swap: {why}", name)
         if self.seed != SEED.default and not self.is_random:
             raise FieldMistake(f"`seed` only applies to {', '.join(having(SEED.name))}", "seed")
+
+        # The method's parameters, and the weights
         for parameter in find_method(self.method).own_parameters:
             if parameter.name not in self.parameters:
                 meaning = f"{parameter.description}, {parameter.allowed}"
@@ -244,7 +254,6 @@ class Composition(MethodFields):
         self._check_rules()
 
     def _check_chains(self) -> None:
-        named = set(self._names)
         for chain, parts in self.chains.items():  # first, since nothing else uses a chain that only another one names
             inner = next((part for part in parts if part in self.chains), None)
             if inner is not None:
@@ -253,8 +262,11 @@ class Composition(MethodFields):
                     f"{inner!r} in its place",
                     "chains",
                 )
+
+        named = set(self._names)
         for chain, parts in self.chains.items():
-            if reason := ExpertName(chain).fault:
+            reason = ExpertName(chain).fault
+            if reason:
                 raise FieldMistake(reason, "chains")
             if chain in self.experts:
                 raise FieldMistake(f"a chain and an expert are both called {chain!r}: rename one of them", "chains")
@@ -264,7 +276,8 @@ class Composition(MethodFields):
                 raise FieldMistake(
                     f"the chain {chain!r} must list two adapters or more, none twice, and not `base`", "chains"
                 )
-            if alone := sorted(named & {*parts[1:]}):
+            alone = sorted(named & {*parts[1:]})
+            if alone:
                 raise FieldMistake(
                     f"{alone[0]} was trained on top of {parts[parts.index(alone[0]) - 1]}, so it cannot be used alone: "
                     f"use the chain {chain!r}",
@@ -273,14 +286,17 @@ class Composition(MethodFields):
 
     def _check_rules(self) -> None:
         """Check that rules can be made, as far as that does not depend on the number of layers."""
-        rules = self.allocation or ()
-        averages = {name for rule in rules for name in rule.averages}
+        averages: set[str] = set()
+        for rule in self.allocation or ():
+            averages.update(rule.averages)
         if self.allocation is None:
             averages = {_label(side) for side in (self.task, self.language) if len(side) > 1}
-        if clash := sorted(averages & {*self.experts, *self.expert_names, *self.chains}):
+        clash = sorted(averages & {*self.experts, *self.expert_names, *self.chains})
+        if clash:
             raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
         if self.allocation is not None:
             return
+
         reset = (BASE,) in (self.task, self.language)
         blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
         if self.weights == "magnitude" and reset and blends:
@@ -298,9 +314,8 @@ class Composition(MethodFields):
             try:
                 self.rules(1)
             except FieldError as error:  # reported with the composition's other mistakes
-                raise ValueError(
-                    "; ".join(problem.message.removeprefix("Rule: ") for problem in error.problems)
-                ) from None
+                messages = [problem.message.removeprefix("Rule: ") for problem in error.problems]
+                raise ValueError("; ".join(messages)) from None
 
     def _check_adamergex(self) -> None:
         if len(self.language) != 2 or BASE in (*self.task, *self.language) or {*self.task} & {*self.language}:
@@ -325,6 +340,7 @@ class Composition(MethodFields):
             raise FieldMistake("`scale` must not be 0", "scale")
         if self.allow_negative:
             return
+
         for rule in self.allocation or ():
             weights |= rule.blend or {}
         weights |= {"scale": scale}
@@ -339,15 +355,21 @@ class Composition(MethodFields):
     @property
     def expert_names(self) -> tuple[str, ...]:
         """The experts that the rules name, in order, without `base`; for a chain, its adapters."""
-        named = (part for name in self._names for part in self.chains.get(name, (name,)))
-        return tuple(dict.fromkeys(name for name in named if name != BASE))
+        names: dict[str, None] = {}
+        for name in self._names:
+            names |= dict.fromkeys(self.chains.get(name, (name,)))
+        names.pop(BASE, None)
+        return tuple(names)
 
     @property
     def _names(self) -> list[str]:
         """The experts and chains that the rules name, in order; one may be named twice."""
-        if self.allocation is not None:
-            return [name for rule in self.allocation for name in rule.experts]
-        return [*self.task, *self.language]
+        if self.allocation is None:
+            return [*self.task, *self.language]
+        names: list[str] = []
+        for rule in self.allocation:
+            names += rule.experts
+        return names
 
     @property
     def is_swap(self) -> bool:
@@ -386,16 +408,21 @@ class Composition(MethodFields):
         """
         count = Depth(num_layers).of(stack)
         model = f"the {stack}" if stack else "the model"
-        bottom, top, *_ = zones = self.requested_zones(count)
+        zones = self.requested_zones(count)
         if sum(zones) > count:
-            terms = " + ".join(f"{name} {size}" for name, size in zip(ZONES, zones, strict=True) if size)
-            taken = f"{terms} = {sum(zones)}" if " + " in terms else terms.replace(" ", " has ")
+            sizes = {name: size for name, size in zip(ZONES, zones, strict=True) if size}
+            if len(sizes) == 1:
+                [(name, size)] = sizes.items()
+                taken = f"{name} has {size}"
+            else:
+                terms = " + ".join(f"{name} {size}" for name, size in sizes.items())
+                taken = f"{terms} = {sum(zones)}"
             raise CompositionError(
                 f"The zones overlap: {taken} layers, but {model} has {count}",
                 "Make the zones smaller",
                 parameter=next((name for name in ZONES if getattr(self, name)), None),
             )
-        if self.language != (BASE,) and bottom == top == 0 and self.bottom is None and self.top is None:
+        if self.language != (BASE,) and zones[:2] == (0, 0) and self.bottom is None and self.top is None:
             raise CompositionError(
                 f"Scaled to {count} layers, the paper's defaults leave no layer to the language expert",
                 "Pass `bottom` and `top`",
@@ -432,7 +459,10 @@ class Composition(MethodFields):
                     layers = format_layers(range(Depth(num_layers).of(stack)))
                     only = {"stack": stack} if stack else {}
                     made.append(average.model_copy(update={"layers": layers, **only, "modules": ("other",)}))
-            made += self._partition_rules(num_layers) if self.partition else self._swap_rules(num_layers)
+            if self.partition:
+                made += self._partition_rules(num_layers)
+            else:
+                made += self._swap_rules(num_layers)
         else:
             made.append(self._rule_everywhere())
 
@@ -487,31 +517,35 @@ class Composition(MethodFields):
             CompositionError: see `zones`.
         """
         fields = {"method", "row_threshold"}
-        zones: dict[str, int] = {}
         if self.allocation is not None:
-            fields |= {"allocation"}
+            fields.add("allocation")
         else:
             fields |= {"task", "language", "task_weight", "language_weight", "weights", "parameters", "partition"}
-            if self.is_swap:
-                fields |= {"norms"} if full else set()
-                fields |= {"outside"} if self.outside != "average" else set()
-                fields |= set() if isinstance(num_layers, int) else {"stack"}
-                zones = {} if self.partition else self._settled_zones(num_layers)
-        fields |= {"seed"} if self.is_random else set()
-        fields |= {"task_type"} if self.task_type else set()
-        fields |= {"tokenizer"} if self.tokenizer else set()
-        fields |= {"config_from"} if self.config_from else set()
-        fields |= {"chains"} if self.chains else set()
-        fields |= {"allow_negative"} if self.allow_negative else set()
+            if self.is_swap and full:
+                fields.add("norms")
+            if self.is_swap and self.outside != "average":
+                fields.add("outside")
+            if self.is_swap and not isinstance(num_layers, int):
+                fields.add("stack")
+
+        # What is set at all
+        if self.is_random:
+            fields.add("seed")
+        for name in ("task_type", "tokenizer", "config_from", "chains", "allow_negative"):
+            if getattr(self, name):
+                fields.add(name)
+
         content = self.model_dump(mode="json", include=fields, exclude_none=True)
         if self.allocation is not None:  # without defaults, which may belong to the rule's other form (expert or blend)
             content["allocation"] = [rule.as_data() for rule in self.allocation]
-        return {**content, **zones}
 
-    def _settled_zones(self, num_layers: NumLayers) -> dict[str, int]:
-        by_stack = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
-        values = zip(ZONES, zip(*by_stack, strict=True), strict=True)
-        return {name: counts[0] for name, counts in values if len(set(counts)) == 1}
+        # Zones that are the same in all stacks
+        if self.has_zones:
+            by_stack = [self.zones(num_layers, stack) for stack in self.stacks(num_layers)]
+            for name, counts in zip(ZONES, zip(*by_stack, strict=True), strict=True):
+                if len(set(counts)) == 1:
+                    content[name] = counts[0]
+        return content
 
     @property
     def is_random(self) -> bool:
@@ -520,7 +554,10 @@ class Composition(MethodFields):
         return any(find_method(method).has(SEED) for method in methods)
 
     def _partition_rules(self, num_layers: NumLayers) -> list[Rule]:
-        inside, outside = (self.language, self.task) if self.partition == "Z" else (self.task, self.language)
+        inside, outside = self.task, self.language
+        if self.partition == "Z":
+            inside, outside = self.language, self.task
+
         rules = [self._non_layer_rule()]
         for stack in self.stacks(num_layers):
             count = Depth(num_layers).of(stack)
@@ -528,6 +565,7 @@ class Composition(MethodFields):
             if count < _PARTITION_LAYERS:
                 first = _scaled(first, count, _PARTITION_LAYERS)
                 last = _scaled(last, count, _PARTITION_LAYERS)
+
             # Optional: experts may adapt attention only, or some layers only, so that a rule matches nothing.
             if self.partition == "A":
                 only = {"stack": stack} if stack else {}
@@ -535,6 +573,7 @@ class Composition(MethodFields):
             outer = [*range(first), *range(count - last, count)]
             if outer:
                 rules.append(_owned(outside, **_within(stack, outer), optional=True))
+
         if isinstance(num_layers, int) or self.stack == "both" or inside == self.task:
             return [*rules, _owned(inside, optional=True)]
         return [*rules, _owned(inside, stack=self.stack, optional=True), _owned(self.task, optional=True)]
@@ -543,7 +582,9 @@ class Composition(MethodFields):
         """The rule for embeddings, heads and towers."""
         if self.outside == "average":
             return self._average_rule()
-        side = self.task if self.outside == "task" else self.language
+        side = self.language
+        if self.outside == "task":
+            side = self.task
         return _owned(side, layers=NO_LAYER, optional=True)
 
     def _average_rule(self) -> Rule:
@@ -560,8 +601,9 @@ class Composition(MethodFields):
     def _sides(self) -> dict[_Side, float]:
         """The weight of each side; the experts of a side are averaged first."""
         if _label(self.task) == _label(self.language):
-            once = not find_method(self.method).weighted and self.task_weight == self.language_weight == 1
-            return {self.task: 1.0 if once else self.task_weight + self.language_weight}
+            if not find_method(self.method).weighted and self.task_weight == self.language_weight == 1:
+                return {self.task: 1.0}
+            return {self.task: self.task_weight + self.language_weight}
         return {self.task: self.task_weight, self.language: self.language_weight}
 
     def _combined(self) -> dict[_Side, float]:
@@ -584,21 +626,26 @@ def _label(side: _Side) -> str:
 
 def _owned(side: _Side, **fields: Any) -> Rule:
     """The rule that gives modules to a side."""
-    averages = {"averages": {_label(side): side}} if len(side) > 1 else {}
-    return Rule(expert=_label(side), **averages, **fields)
+    if len(side) > 1:
+        fields = {"averages": {_label(side): side}, **fields}
+    return Rule(expert=_label(side), **fields)
 
 
 def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
     """The fields of a rule for these layers, in this stack if the model has two."""
-    only = {"stack": stack} if stack else {}
-    return {"layers": frozenset(layers), **only}
+    fields: dict[str, Any] = {"layers": frozenset(layers)}
+    if stack:
+        fields["stack"] = stack
+    return fields
 
 
 def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
     """The rule that blends sides."""
-    averages = {_label(side): side for side in sides if len(side) > 1}
     content = {"blend": {_label(side): weight for side, weight in sides.items()}, **options}
-    return Rule.model_validate({**content, "averages": averages} if averages else content)
+    averages = {_label(side): side for side in sides if len(side) > 1}
+    if averages:
+        content["averages"] = averages
+    return Rule.model_validate(content)
 
 
 _SHORT_KEYS = (
@@ -625,12 +672,15 @@ def parse_composition(name: str) -> Composition:
     form = f"Write TASK+LANGUAGE, or TASK+LANGUAGE@key=value,… with the keys {', '.join(_SHORT_KEYS)}"
     if match is None:
         raise ArgumentError(f"{name!r} is not the short name of a composition", form, parameter="name")
+
+    # The keys, to which a method of another package adds its parameters
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
     items = [item for item in (match[3] or "").split(",") if item]
     method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
     keys = {*_SHORT_KEYS}
     if method not in names_of() and method in names_of(packages=True):
         keys |= {parameter.name for parameter in find_method(method).own_parameters}
+
     for item in items:
         key, _, value = item.partition("=")
         if key not in keys:

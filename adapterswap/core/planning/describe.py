@@ -7,7 +7,7 @@ nothing depends on the colours.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.layers import Depth, Kind, ModuleName, NumLayers, Stack, format_layers
@@ -104,42 +104,57 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
     depth = plan.depth
-    places = [(slot, (depth.stack_of(slot.name), slot.layer, slot.kind)) for slot in plan]
-    changed = {place for slot, place in places if slot.terms}
-    result = []
-    for slot, place in places:
-        hidden = slot.in_full or (plan.is_model and not slot.terms and place in changed)
-        if slot.layer is not None and not hidden:
-            owner = slot.owner_label
-            mark = Mark(slot.layer, slot.kind, owner, "" if owner else slot.blend, place[0])
-            for expert in composed:
-                mark = expert.within(mark, slot.matched_name)
-            result.append(mark)
-    return result
+    stacks = {slot.name: depth.stack_of(slot.name) for slot in plan}
+    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
+
+    marks = []
+    for slot in plan:
+        stack = stacks[slot.name]
+        if slot.layer is None or slot.in_full:
+            continue
+        if plan.is_model and not slot.terms and (stack, slot.layer, slot.kind) in changed:
+            continue
+
+        owner = slot.owner_label
+        blend = ""
+        if not owner:
+            blend = slot.blend
+        mark = Mark(slot.layer, slot.kind, owner, blend, stack)
+        for expert in composed:
+            mark = expert.within(mark, slot.matched_name)
+        marks.append(mark)
+    return marks
 
 
 def headline(plan: Plan) -> str:
     """The method and the size of a plan: `layer_swap, 42 modules, 6 layers`."""
     composition = plan.composition
-    method: str = "allocation" if composition.allocation is not None else composition.method
-    method = f"partition {composition.partition}" if composition.partition else method
+    method: str = composition.method
+    if composition.partition:
+        method = f"partition {composition.partition}"
+    elif composition.allocation is not None:
+        method = "allocation"
+
     unit = "tensors" if plan.is_model else "modules"
     return f"{method}, {len(plan.slots)} {unit}, {plan.depth} layers"
 
 
 def summary(plan: Plan) -> str:
     """A plan in a few lines: its headline, experts, base and strip. Unprintable characters are escaped."""
-    experts = [f"{name}: {expert!r}" for name, expert in list(plan.experts.items())[:_SHOWN]]
-    more = len(plan.experts) - len(experts)
-    lines = [f"Plan: {plan.headline}", *experts, *([f"and {more} more experts"] if more else [])]
-    lines += [f"base: {plan.base.weights!r}"] if plan.base.weights else []
-    return "\n".join(printable(line) for line in [*lines, *_shortened(plan.strip), *plan.companion_lines])
+    lines = [f"Plan: {plan.headline}"]
+    for name, expert in list(plan.experts.items())[:_SHOWN]:
+        lines.append(f"{name}: {expert!r}")
+    more = len(plan.experts) - _SHOWN
+    if more > 0:
+        lines.append(f"and {more} more experts")
+    if plan.base.weights:
+        lines.append(f"base: {plan.base.weights!r}")
 
-
-def _shortened(text: str) -> list[str]:
-    """The lines of a strip; a long legend is cut."""
-    *rows, legend = text.split("\n")
-    return [*rows, legend if len(legend) <= _LEGEND else f"{legend[: _LEGEND - 1]}…"]
+    *rows, legend = plan.strip.split("\n")
+    if len(legend) > _LEGEND:
+        legend = f"{legend[: _LEGEND - 1]}…"
+    lines += [*rows, legend, *plan.companion_lines]
+    return "\n".join(map(printable, lines))
 
 
 class Picture(NamedTuple):
@@ -164,11 +179,20 @@ class Picture(NamedTuple):
     def text(self) -> str:
         """The layers from left (bottom) to right (top), one character each, and the legend."""
         width = max(map(len, self.rows), default=0)
-        tens = "".join(str(i // 10) if i % 10 == 0 else " " for i in range(self.depth)).rstrip()
-        lines = [f"{'':{width}}  {tens}"] if self.depth > 10 else []
-        lines.append(f"{'':{width}}  {''.join(str(i % 10) for i in range(self.depth))}")
-        lines += [f"{kind:{width}}  {row}".rstrip() for kind, row in self.rows.items()]
-        lines.append(f"{'':{width}}  {', '.join(f'{mark} {meaning}' for mark, meaning in self.legend.items())}")
+        margin = " " * width
+        lines = []
+
+        # The layers' numbers: the tens above, then the last digits
+        if self.depth > 10:
+            tens = "".join(f"{ten}{' ' * 9}" for ten in range((self.depth - 1) // 10 + 1))
+            lines.append(f"{margin}  {tens.rstrip()}")
+        digits = "".join(str(layer % 10) for layer in range(self.depth))
+        lines.append(f"{margin}  {digits}")
+
+        for kind, row in self.rows.items():
+            lines.append(f"{kind:{width}}  {row}".rstrip())
+        meanings = ", ".join(f"{mark} {meaning}" for mark, meaning in self.legend.items())
+        lines.append(f"{margin}  {meanings}")
         return "\n".join(lines)
 
     @property
@@ -179,9 +203,12 @@ class Picture(NamedTuple):
             origin = mark.owner or mark.blend
             kinds = by_stack.setdefault(mark.stack, {}).setdefault(mark.layer, {})
             kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
-        stacks = sorted(by_stack, key=str, reverse=True)
-        zones = [(stack, zone) for stack in stacks for zone in _zones_of_stack(by_stack[stack])]
-        return [(f"{stack} {layers}" if stack else layers, text) for stack, (layers, text) in zones]
+
+        zones = []
+        for stack in sorted(by_stack, key=str, reverse=True):
+            for layers, text in _zones_of_stack(by_stack[stack]):
+                zones.append((f"{_of_stack(stack)}{layers}", text))
+        return zones
 
 
 def _zones_of_stack(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str, str]]:
@@ -189,8 +216,11 @@ def _zones_of_stack(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str,
     zones: list[tuple[list[int], str]] = []
     for layer in sorted(origins):
         kinds = origins[layer]
-        alike = len(set(kinds.values())) == 1
-        text = next(iter(kinds.values())) if alike else "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
+        if len(set(kinds.values())) == 1:
+            text = next(iter(kinds.values()))
+        else:
+            text = "; ".join(f"{kind}: {kinds[kind]}" for kind in sorted(kinds))
+
         if zones and zones[-1][1] == text and zones[-1][0][-1] == layer - 1:
             zones[-1][0].append(layer)
         else:
@@ -231,8 +261,10 @@ def recorded_strip(
         if layer is None or layer >= depth.of(stack) or owner is None:
             continue
 
-        alone, blend = (owner, "") if isinstance(owner, str) else (None, blend_text(owner))
-        mark = Mark(layer, kind, alone, blend, stack)
+        if isinstance(owner, str):
+            mark = Mark(layer, kind, owner, "", stack)
+        else:
+            mark = Mark(layer, kind, None, blend_text(owner), stack)
         for expert in composed:
             mark = expert.within(mark, name)
         drawn.append(mark)
@@ -249,12 +281,16 @@ def unusual(plan: Plan) -> list[str]:
         *ignored_modules(plan.adapters),
         *unknown_keys(plan.adapters),
     ]
-    depth = plan.depth
-    grouped: dict[tuple[str, str, str], list[int]] = {}
+
+    # Modules that experts hold in full, or single rows of them
     for slot in plan.saved.values():
         contents = _tokens(slot) or _remark(slot) or slot.owner_label or blend_text(slot.weights)
         form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
         lines.append(f"{slot.name} ({form}): {contents}")
+
+    # Adapted modules: those outside the layers, and what the strip does not say of the others
+    depth = plan.depth
+    grouped: dict[tuple[str, str, str], list[int]] = {}
     for slot in plan.modules.values():
         if slot.rule is None:
             continue
@@ -264,18 +300,22 @@ def unusual(plan: Plan) -> list[str]:
         elif remark and not (plan.is_model and slot.kind == "other"):
             where = _of_stack(depth.stack_of(slot.name))
             grouped.setdefault((ModuleName(slot.name).within(slot.layer), where, remark), []).append(slot.layer)
-    lines += [
-        f"{name} in {where}layers {format_layers(layers)}: {remark}"
-        for (name, where, remark), layers in grouped.items()
-    ]
-    names_in = depth.by_stack(plan.modules)
-    shared = next((blocks for name in plan.modules if (blocks := ModuleName(name).shared_list)), None)
+    for (name, where, remark), layers in grouped.items():
+        lines.append(f"{name} in {where}layers {format_layers(layers)}: {remark}")
+
+    # Layers without modules; blocks that several layers share are in no layer
+    shared = next(filter(None, (ModuleName(name).shared_list for name in plan.modules)), None)
     if shared is not None:
         lines.append(f"several layers share each block of {shared}, so its modules are outside the layers")
-    for stack in () if plan.is_model or shared is not None else depth.stacks:
-        if empty := set(range(depth.of(stack))) - {plan.modules[name].layer for name in names_in.get(stack, ())}:
-            where = f"{_of_stack(stack)}layers {format_layers(empty)}"
-            lines.append(f"{where}: no expert adapts them, so they stay as in the base")
+    elif not plan.is_model:
+        names_in = depth.by_stack(plan.modules)
+        for stack in depth.stacks:
+            adapted = {plan.modules[name].layer for name in names_in.get(stack, ())}
+            empty = set(range(depth.of(stack))) - adapted
+            if empty:
+                where = f"{_of_stack(stack)}layers {format_layers(empty)}"
+                lines.append(f"{where}: no expert adapts them, so they stay as in the base")
+
     if plan.untied:
         lines.append("the result stores a head and an embedding that differ: tie_word_embeddings becomes false")
     return lines
@@ -287,36 +327,50 @@ def _of_stack(stack: Stack | None) -> str:
 
 def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert with modules in its file that PEFT would not load."""
-    return [
-        f"{name}: {len(adapter.ignored)} modules in its file are left out, because its config does not target them and "
-        f"PEFT would not load them ({adapter.ignored[0]}{', …' if len(adapter.ignored) > 1 else ''})"
-        for name, adapter in experts.items()
-        if adapter.ignored
-    ]
+    lines = []
+    for name, adapter in experts.items():
+        ignored = adapter.ignored
+        if not ignored:
+            continue
+        more = ", …" if len(ignored) > 1 else ""
+        lines.append(
+            f"{name}: {len(ignored)} modules in its file are left out, because its config does not target them and "
+            f"PEFT would not load them ({ignored[0]}{more})"
+        )
+    return lines
 
 
 def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
     """A line for each expert whose config has keys that PEFT does not know."""
-    return [
-        f"Warning: {name}: adapter_config.json has {printable(', '.join(adapter.config.unknown))}, which PEFT does "
-        "not know; PEFT ignores it, and so does the result"
-        for name, adapter in experts.items()
-        if adapter.config.unknown
-    ]
+    lines = []
+    for name, adapter in experts.items():
+        unknown = adapter.config.unknown
+        if unknown:
+            lines.append(
+                f"Warning: {name}: adapter_config.json has {printable(', '.join(unknown))}, which PEFT does "
+                "not know; PEFT ignores it, and so does the result"
+            )
+    return lines
 
 
 def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> list[str]:
     """A warning if the adapters name different bases or revisions, and `base_model` declares that they share one."""
+    if declared is None:
+        return []
     configs = [adapter.config for adapter in experts.values()]
-    if declared is None or all(
+    if all(
         same_base(config.base_model, configs[0].base_model) and config.revision == configs[0].revision
         for config in configs
     ):
         return []
+
     named = []
     for name, config in zip(experts, configs, strict=True):
         base = config.base_model and Reference(config.base_model).public_name
-        named.append(f"{name}: {base or 'none'}" + (f"@{config.revision}" if config.revision else ""))
+        text = f"{name}: {base or 'none'}"
+        if config.revision:
+            text += f"@{config.revision}"
+        named.append(text)
     return [f"Warning: the experts name different bases ({', '.join(named)}), declared to be the same model"]
 
 
@@ -329,7 +383,9 @@ def _remark(slot: Slot) -> str:
     """What the rule requests, if some of its experts do not change the slot; else an empty string."""
     if not slot.absent:
         return ""
-    requested = blend_text(slot.weights) if len(slot.weights) > 1 else next(iter(slot.weights))
+    requested = next(iter(slot.weights))
+    if len(slot.weights) > 1:
+        requested = blend_text(slot.weights)
     rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
     verb = "does" if len(slot.absent) == 1 else "do"
     return f"{requested}, but {' and '.join(slot.absent)} {verb} not adapt it: {rest}"
@@ -337,9 +393,13 @@ def _remark(slot: Slot) -> str:
 
 def _tokens(slot: Slot) -> str:
     """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has none."""
+    if not slot.of_tokens:
+        return ""
     tokens: dict[str, list[str]] = {}
-    for span in slot.spans if slot.of_tokens else ():
-        origin = span.made_of if isinstance(span.made_of, str) else blend_text(span.made_of)
+    for span in slot.spans:
+        origin = span.made_of
+        if not isinstance(origin, str):
+            origin = blend_text(origin)
         tokens.setdefault(origin, []).extend(map(str, range(span.start, span.stop)))
     return "; ".join(f"{and_more(ids, 8)} from {origin}" for origin, ids in tokens.items())
 
@@ -357,21 +417,30 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
 
 def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: Mapping[str, str]) -> dict[str, str]:
     """One row if attention and MLP agree in every layer, else a row for each kind."""
-    kinds: tuple[Kind, ...] = ("attention", "mlp", "other")
-    rows = {
-        f"{_of_stack(stack)}{kind}": _row([mark for mark in drawn if mark.kind == kind], num_layers, letters)
-        for kind in kinds
-    }
-    rows = {kind: row for kind, row in rows.items() if row.strip()}
-    return {stack or "layers": next(iter(rows.values()))} if len(set(rows.values())) == 1 else rows
+    rows: dict[str, str] = {}
+    for kind in get_args(Kind):
+        row = _row([mark for mark in drawn if mark.kind == kind], num_layers, letters)
+        if row.strip():
+            rows[f"{_of_stack(stack)}{kind}"] = row
+    if len(set(rows.values())) == 1:
+        return {stack or "layers": next(iter(rows.values()))}
+    return rows
 
 
 def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
     cells: list[set[str]] = [set() for _ in range(num_layers)]
     for mark in drawn:
-        owner = _BLEND if mark.owner is None else _UNCHANGED if mark.owner == BASE else letters[mark.owner]
-        cells[mark.layer].add(owner)
-    return "".join(_SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING) for cell in cells)
+        if mark.owner is None:
+            cells[mark.layer].add(_BLEND)
+        elif mark.owner == BASE:
+            cells[mark.layer].add(_UNCHANGED)
+        else:
+            cells[mark.layer].add(letters[mark.owner])
+
+    row = ""
+    for cell in cells:
+        row += _SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING)
+    return row
 
 
 def _legend(drawn: Sequence[Mark], marks_used: str, letters: Mapping[str, str]) -> dict[str, str]:

@@ -143,14 +143,12 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
             kind=UnsupportedError,
         )
         return
+
     for name, adapter in experts.items():
         naming = base.modules.naming(
             [part for part in adapter.parts if not ModuleKeys(part).is_bias], adapter.container
         )
-        changed = {
-            part: naming(part.removesuffix(".bias") if ModuleKeys(part).is_bias else part) for part in adapter.parts
-        }
-        odd = [part for part, stored in changed.items() if not base.modules.is_plain(stored)]
+        odd = [part for part in adapter.parts if not base.modules.is_plain(naming(_holder(part)))]
         if odd:
             problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
 
@@ -158,8 +156,11 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
 def check_heads(heads: Heads, problems: Problems) -> None:
     """Report heads of an adapter's task that a base of another class does not have, such as a causal language model."""
     base = heads.base
+    classes = ""
     listed = base.config.get("architectures")
-    classes = [str(name) for name in listed] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        classes = " or ".join(map(str, listed))
+
     for name, adapter in heads.adapters.items():
         task = adapter.config.task_type or ""
         for part in adapter.saved.values():
@@ -168,7 +169,7 @@ def check_heads(heads: Heads, problems: Problems) -> None:
             labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
             problems.add(
                 f"{name} is an adapter for the task {task} and holds its head {part.name}, but the base {base.name} is "
-                f"{' or '.join(classes) or 'a model'}, without such a head",
+                f"{classes or 'a model'}, without such a head",
                 f"Save the base with one, by {Base.class_for(task)}.from_pretrained(BASE, num_labels={labels})"
                 ".save_pretrained(PATH), and pass `base_model=PATH`: the head's weights are the adapter's",
                 parameter="base_model",
@@ -178,9 +179,14 @@ def check_heads(heads: Heads, problems: Problems) -> None:
 
 def check_placed(placed: Placed, problems: Problems) -> None:
     """Report the same for the stored tensors that were found, under whatever name."""
+    if not placed.base.quantization:
+        return
     stored = placed.base.parameters
-    for name, places in placed.located.items() if placed.base.quantization else ():
-        odd = [p.module for key, p in places.items() if key in stored and stored[key].tensor.dtype not in Dtype.FLOATS]
+    for name, places in placed.located.items():
+        odd = []
+        for key, place in places.items():
+            if key in stored and stored[key].tensor.dtype not in Dtype.FLOATS:
+                odd.append(place.module)
         if odd:
             problems.add(*_quantized_there(name, odd, placed.base), parameter="base_model", kind=UnsupportedError)
 
@@ -210,9 +216,11 @@ def _report_missing(expert: str, missing: list[Part], reference: str, problems: 
 
 def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
     """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
-    depth, stack = ModelConfig(config).stacked_layers, ModuleName(part.name).stack
-    count = depth if depth is None or isinstance(depth, int) else depth.get(stack) if stack else None
-    return ModuleName(part.name).is_ahead(part.layer, count)
+    name = ModuleName(part.name)
+    depth = ModelConfig(config).stacked_layers
+    if isinstance(depth, Mapping):
+        depth = depth.get(name.stack) if name.stack else None
+    return name.is_ahead(part.layer, depth)
 
 
 def _model(folder: Path, reference: str, task_type: str | None) -> Base | None:
@@ -233,16 +241,22 @@ def _by_headers(
         [name for name, part in adapter.parts.items() if not ModuleKeys(name).is_bias], adapter.container
     )
     for name, part in adapter.parts.items():
-        holder = name.removesuffix(".bias") if ModuleKeys(name).is_bias else name
-        tensors = stored.of(naming(holder))
-        if tensors:
-            pairs = _in_full(part, tensors) if isinstance(part, FullModule) else _adapted(part, tensors)
+        tensors = stored.of(naming(_holder(name)))
+        if tensors and isinstance(part, FullModule):
+            pairs = _in_full(part, tensors)
+        elif tensors:
+            pairs = _adapted(part, tensors)
         elif _is_on_head(part, adapter) or _is_numbered(part, checkpoint, naming(name)):
             pairs = []
         else:
             pairs = _tied(part, checkpoint, config)
         if pairs is not None:
             yield name, pairs
+
+
+def _holder(name: str) -> str:
+    """The module itself, for the name of a module or of its bias."""
+    return name.removesuffix(".bias") if ModuleKeys(name).is_bias else name
 
 
 def _is_on_head(part: Part, adapter: Adapter) -> bool:
@@ -266,26 +280,40 @@ def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
 def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Pair] | None:
     """A head's shapes, if it is not stored because the config ties it to the embedding; None for any other part."""
     ties = [place.get("tie_word_embeddings") for place in (config, ModelConfig(config).language)]
-    if part.layer is not None or not ModuleName(part.name).is_head or True not in ties:
+    if part.layer is not None or part.lora is None or not ModuleName(part.name).is_head or True not in ties:
         return None
-    rows = next((p.tensor for p in checkpoint.parameters.values() if p.has_tokens and len(p.tensor.shape) == 2), None)
-    return None if rows is None or part.lora is None else _widths(part, rows.shape)
+    for parameter in checkpoint.parameters.values():
+        if parameter.has_tokens and len(parameter.tensor.shape) == 2:
+            return _widths(part, parameter.tensor.shape)
+    return None
 
 
 def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
     """The shapes of a weight with LoRA or another kind; None if the files do not have this weight alone."""
-    lora, weight = part.lora, tensors.get("" if isinstance(part, LoraModule) and part.parameter else "weight")
+    lora = part.lora
+    is_parameter = isinstance(part, LoraModule) and part.parameter
+    weight = tensors.get("" if is_parameter else "weight")
     if weight is None:
-        return [] if any(tensor.dtype not in Dtype.FLOATS for tensor in tensors.values()) else None  # quantized
+        return _if_quantized(tensors)
     if lora is None or weight.dtype not in _WHOLE:
         return []
     if lora.parameter and len(weight.shape) == 3:
         return [Pair(part.name, _axes((lora.experts, lora.out_features, lora.in_features)), _axes(weight.shape))]
     if len(weight.shape) != 2:
         return None
-    bias = tensors.get("bias")
-    is_conv1d = bias is not None and bias.shape == weight.shape[1:] != weight.shape[:1]
-    return _widths(part, weight.shape[::-1] if is_conv1d and not lora.embedding else weight.shape)
+
+    # A Conv1D's weight is stored in×out, and its bias has an entry for each column.
+    shape, bias = weight.shape, tensors.get("bias")
+    if bias is not None and bias.shape == shape[1:] != shape[:1] and not lora.embedding:
+        shape = shape[::-1]
+    return _widths(part, shape)
+
+
+def _if_quantized(tensors: Mapping[str, Tensor]) -> list[Pair] | None:
+    """Nothing to compare if a module is stored quantized; None if it is not."""
+    if any(tensor.dtype not in Dtype.FLOATS for tensor in tensors.values()):
+        return []
+    return None
 
 
 def _axes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -298,9 +326,11 @@ def _widths(part: Part, stored: tuple[int, ...]) -> list[Pair]:
 
     `stored` is (out, in), or (tokens, width).
     """
-    lora = part if isinstance(part, LoraModule) else part.lora
+    lora = part.lora
     assert lora is not None
-    ours = (lora.in_features, lora.out_features) if lora.embedding else (lora.out_features, lora.in_features)
+    ours = (lora.out_features, lora.in_features)
+    if lora.embedding:
+        ours = ours[::-1]
     if part.layer is None and ModuleName(part.name).is_vocabulary(None):
         return [Pair(part.name, ("…", ours[1]), ("…", stored[1]))]
     return [Pair(part.name, ours, stored)]
@@ -312,10 +342,14 @@ def _in_full(part: FullModule, tensors: Mapping[str, Tensor]) -> list[Pair] | No
     for end, tensor in part.tensors.items():
         own = tensors.get("weight" if part.rows else end)
         if own is None:
-            return [] if any(t.dtype not in Dtype.FLOATS for t in tensors.values()) else None
+            return _if_quantized(tensors)
         if own.dtype not in _WHOLE:
             continue
-        rows = 1 if part.rows or ModuleName(part.name).is_vocabulary(part.layer) else 0
+
+        # Of embeddings and heads only the width: experts may hold other rows.
+        rows = 0
+        if part.rows or ModuleName(part.name).is_vocabulary(part.layer):
+            rows = 1
         pairs.append(Pair(f"{part.name}.{end}", tensor.shape[rows:], own.shape[rows:]))
     return pairs
 
@@ -326,8 +360,11 @@ def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pa
         return {}
 
     keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    sizes = [config.get(key) for key in keys]
-    hidden, inner, heads, groups, width = (size if isinstance(size, int) else 0 for size in sizes)
+    sizes = []
+    for key in keys:
+        size = config.get(key)
+        sizes.append(size if isinstance(size, int) else 0)
+    hidden, inner, heads, groups, width = sizes
     groups = groups or heads
     width = width or hidden // max(heads, 1)
 
@@ -339,7 +376,7 @@ def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pa
     found = {}
     for name, part in adapter.parts.items():
         match = _PLAIN.fullmatch(name)
-        lora = part if isinstance(part, LoraModule) else part.lora
+        lora = part.lora
         if match is None or lora is None or lora.embedding:
             continue
         ours, theirs = (lora.out_features, lora.in_features), sides[match[1] or match[2]]
@@ -353,16 +390,23 @@ def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
     lora = part.lora
     if _is_on_head(part, adapter):
         return []
-    name = model.find(part.name, adapter.container, (lora.out_features, lora.in_features) if lora else None)
+
+    # By its name and shape, else by its name alone
+    name = None
+    if lora is not None:
+        name = model.find(part.name, adapter.container, (lora.out_features, lora.in_features))
     if name is None:
         name = model.find(part.name, adapter.container)
     if name is None:
         return None
     if lora is None:
         return []
+
     weight, shape = model.get(name), model.parameter_shape(name)
+    if weight is not None and weight.embedding:
+        return _widths(part, (weight.in_features, weight.out_features))
     if weight is not None:
-        return _widths(part, (weight.out_features, weight.in_features)[:: -1 if weight.embedding else 1])
+        return _widths(part, (weight.out_features, weight.in_features))
     if shape is None or len(shape) != (3 if lora.experts > 1 else 2):
         return []
     return [Pair(part.name, _axes((lora.experts, lora.out_features, lora.in_features))[-len(shape) :], _axes(shape))]
@@ -381,11 +425,10 @@ def taken_for_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_t
         base: the base.
         task_type: the adapter's.
     """
-    risky = {
-        name: part
-        for name, part in modules.items()
-        if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused and not part.parameter
-    }
+    risky = {}
+    for name, part in modules.items():
+        if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused and not part.parameter:
+            risky[name] = part
     if not risky or base.config is None or base.folder is None or not ModelConfig(base.config).is_mixture:
         return []
     model = _model(base.folder, str(base.reference), task_type)
@@ -394,11 +437,13 @@ def taken_for_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_t
 
     # An expert may have other names for modules than the base, such as those of transformers 4.
     container = layer_container(modules)
-    shapes = {name: (part.out_features, part.in_features) for name, part in risky.items()}
-    names = {name: model.find(name, container, shape) or name for name, shape in shapes.items()}
-    adapted = _adapted_in_peft(
-        base.folder, str(base.reference), task_type, tuple((names[name], *shape) for name, shape in shapes.items())
-    )
+    names = {}
+    linear = []
+    for name, part in risky.items():
+        shape = part.out_features, part.in_features
+        names[name] = model.find(name, container, shape) or name
+        linear.append((names[name], *shape))
+    adapted = _adapted_in_peft(base.folder, str(base.reference), task_type, tuple(linear))
     return [name for name in risky if names[name] not in adapted]
 
 

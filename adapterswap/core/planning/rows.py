@@ -39,11 +39,15 @@ def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
         return slot, None  # `row_gates` refuses it
     if slot.rule is not None and slot.rule.combines_sides:
         return slot, None  # `targets.in_full_by_a_method` refuses it
+
+    # Whose rows of each token enter
     terms = trained_terms(slot)
     owners: dict[int, list[Term[Whole]]] = {}
     for term in terms.values():
         for row in term.change.rows:
             owners.setdefault(row, []).append(term)
+
+    # One span for rows that follow one another in the result and in the experts' tensors
     spans: list[Span] = []
     for row in sorted(owners):
         entering = shared_out(owners[row])
@@ -58,6 +62,7 @@ def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
             spans[-1] = replace(last, stop=row + 1)
         else:
             spans.append(Span(row, row + 1, entering, is_new=is_new))
+
     total = max(owners) + 1
     settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
     return settled, total if size is not None and total > size else None
@@ -120,20 +125,28 @@ class TokenTable(NamedTuple):
 
     def extra(self, module: str) -> int:
         """The rows that the base has for this module beyond its vocabulary."""
-        return 0 if self.config is None else extra_rows(self.config, module)
+        if self.config is None:
+            return 0
+        return extra_rows(self.config, module)
 
     def size_of(self, slot: Slot) -> int | None:
         """The base's number of rows of an embedding or head; None if it is not known."""
         if slot.base is not None:
             return slot.base.tensor.shape[0]
-        return None if self.size is None else self.size + self.extra(slot.module)
+        if self.size is None:
+            return None
+        return self.size + self.extra(slot.module)
 
     def new(self, expert: str, rows: int) -> dict[int, str | None]:
         """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
-        if expert in self.tokens:
-            added = {i: t for i, t in self.tokens[expert].items() if i < rows and self.base.get(i) != t}
-            return dict(sorted(added.items()))
-        return dict.fromkeys(range(rows if self.size is None else self.size, rows))
+        if expert not in self.tokens:
+            first = rows if self.size is None else self.size
+            return dict.fromkeys(range(first, rows))
+        added: dict[int, str | None] = {}
+        for i, token in sorted(self.tokens[expert].items()):
+            if i < rows and self.base.get(i) != token:
+                added[i] = token
+        return added
 
 
 def settle_vocabulary(
@@ -231,8 +244,10 @@ def _token_table(
     if base.weights is not None:
         config, folder = base.weights.config, base.weights.source.folder
 
-    size = None if config is None else ModelConfig(config).language.get("vocab_size")
-    size = size if type(size) is int else None
+    size = None
+    if config is not None:
+        stated = ModelConfig(config).language.get("vocab_size")
+        size = stated if type(stated) is int else None
 
     tokens: dict[str, Tokens] = {}
     for name, expert in experts.items():
@@ -242,13 +257,21 @@ def _token_table(
                 tokens[name] = own_tokens
 
     of_base = None
-    with unreadable.collect():
-        of_base = None if folder is None else read_tokens(folder)
+    if folder is not None:
+        with unreadable.collect():
+            of_base = read_tokens(folder)
     if of_base is None:  # assume the tokens that all experts share
-        everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values())) if tokens else set()
-        changes = [change for by_name in ends.values() for change in by_name.values()]
-        row_counts = [min(change.rows) if change.rows else change.height for change in changes]
-        most = size or min((count for count in row_counts if count is not None), default=math.inf)
+        row_counts: list[float] = []
+        for by_name in ends.values():
+            for change in by_name.values():
+                count = min(change.rows) if change.rows else change.height
+                if count is not None:
+                    row_counts.append(count)
+        most = size or min(row_counts, default=math.inf)
+
+        everywhere: set[tuple[int, str]] = set()
+        if tokens:
+            everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values()))
         of_base = {i: token for i, token in everywhere if i < most}
     is_named = base.reference is not None or base.weights is not None
     errors = (unreadable.as_error(),) if unreadable else ()
