@@ -405,7 +405,9 @@ class Depth(NamedTuple):
         """The number of layers of a stack; for None, of the model or the deeper of its stacks."""
         if isinstance(self.num_layers, int):
             return self.num_layers
-        return max(self.num_layers.values()) if stack is None else self.num_layers[stack]
+        if stack is None:
+            return max(self.num_layers.values())
+        return self.num_layers[stack]
 
     @property
     def stacks(self) -> tuple[Stack | None, ...]:
@@ -415,7 +417,10 @@ class Depth(NamedTuple):
     @property
     def layers(self) -> list[tuple[Stack | None, int]]:
         """Every layer, with its stack."""
-        return [(stack, layer) for stack in self.stacks for layer in range(self.of(stack))]
+        layers: list[tuple[Stack | None, int]] = []
+        for stack in self.stacks:
+            layers += [(stack, layer) for layer in range(self.of(stack))]
+        return layers
 
     def stack_of(self, module: str) -> Stack | None:
         """The stack of a module; None for a model with one list of layers."""

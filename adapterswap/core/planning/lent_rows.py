@@ -19,7 +19,9 @@ from adapterswap.kit.errors import BaseModelError, Problems, UnsupportedError
 
 def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> Slot:
     """A stored embedding or head, with the rows of trained tokens and the base's rows between them."""
-    count, complete, next_row, base = slot.shape[0], list[Span](), 0, (BaseShare(1.0),)
+    base = (BaseShare(1.0),)
+    count, next_row = slot.shape[0], 0
+    complete: list[Span] = []
     for span in spans:
         if span.start > next_row:
             complete.append(Span(next_row, span.start, (), base))
@@ -27,6 +29,7 @@ def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> 
         next_row = span.stop
     if next_row < count:
         complete.append(Span(next_row, count, (), base))
+
     odd = next((span for span in complete if not span.terms and span.stop > count), None)
     if odd is not None:
         problems.add(
@@ -73,7 +76,9 @@ def with_lent_rows(
 def _factor_rows(term: Term[Change]) -> int:
     """The rows of the stored weight that the factors are for; 0 if the change has none."""
     lora = term.change.lora
-    return 0 if lora is None else lora.in_features if term.change.transposed else lora.out_features
+    if lora is None:
+        return 0
+    return lora.in_features if term.change.transposed else lora.out_features
 
 
 def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:

@@ -330,10 +330,12 @@ class Plan:
     def inputs(self) -> list[str | Path | None]:
         """Files that no output may overwrite: the experts, the base, the bases that they name, the recipe and the
         recipes that it extends. Checks of outputs ignore Hub ids among them."""
-        named = (name for adapter in self.adapters.values() for name in (adapter.config.base_model, adapter.trained_on))
+        named: dict[str | None, None] = {}
+        for adapter in self.adapters.values():
+            named |= {adapter.config.base_model: None, adapter.trained_on: None}
         return [
             *(expert.source.folder for expert in self.experts.values()),
-            *dict.fromkeys(named),
+            *named,
             self.composition.base_model,
             self.base.weights.source.folder if self.base.weights else None,
             *self.composition.recipe_files,

@@ -418,13 +418,15 @@ def _with_spans(slot: Slot, spans: Sequence[Span]) -> Slot:
     If there are no spans, all weights that enter have the same number of rows.
     """
     whole = slot.whole
+    if not spans and not whole:
+        return slot
     if not spans:
-        return replace(slot, shape=whole[0].change.tensor.shape) if whole else slot
+        return replace(slot, shape=whole[0].change.tensor.shape)
 
     settled = slot.with_spans(spans)
-    if slot.owner is not None and whole and all(span.terms == slot.terms for span in spans):
-        is_copy = whole[0].change.tensor.shape[0] == spans[-1].stop
-        return replace(settled, spans=()) if is_copy else settled
+    is_copied = slot.owner is not None and whole and all(span.terms == slot.terms for span in spans)
+    if is_copied and whole[0].change.tensor.shape[0] == spans[-1].stop:
+        return replace(settled, spans=())
     return settled
 
 
@@ -507,5 +509,8 @@ def _with_head(
 
 def _entering_rows(slot: Slot) -> dict[tuple[str, str, int], float]:
     """The coefficients in each range of rows: (side, expert, first row) → coefficient."""
-    spans = slot.spans or [slot.ordinary]
-    return {(term.side, term.expert, span.start): term.coefficient for span in spans for term in span.terms}
+    coefficients = {}
+    for span in slot.spans or [slot.ordinary]:
+        for term in span.terms:
+            coefficients[term.side, term.expert, span.start] = term.coefficient
+    return coefficients

@@ -9,7 +9,7 @@ from adapterswap.core.companions.tokenizer import Tokens, clashes
 from adapterswap.core.model.layers import ModuleName
 from adapterswap.core.planning.composition import Composition
 from adapterswap.core.planning.rows import Rows, TokenTable, Vocabularies, trained_terms
-from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.errors import BaseModelError, CompositionError, ExpertError, Problems, UnsupportedError, and_more
 
 _SAVE = "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)"
@@ -39,11 +39,15 @@ def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
 
 def _check_clashes(table: TokenTable, problems: Problems) -> None:
     """Report experts that have different tokens under one id."""
-    own = {name: {i: t for i, t in tokens.items() if table.base.get(i) != t} for name, tokens in table.tokens.items()}
+    own = {}
+    for name, tokens in table.tokens.items():
+        own[name] = {i: token for i, token in tokens.items() if table.base.get(i) != token}
+
     more = "" if table.is_named else ". If one of them has the base's tokens, pass the base as `base_model`"
     for number, name in enumerate(own):
         for other in [*own][:number]:
-            if odd := clashes(own[other], own[name]):
+            odd = clashes(own[other], own[name])
+            if odd:
                 problems.add(
                     f"{other} and {name} have different tokens under one id, or one token under two: {and_more(odd)}",
                     "Train both with one tokenizer: add all new tokens, in one order, to each before training" + more,
@@ -73,25 +77,27 @@ def _check_trained_tokens(slot: Slot, settled: Slot, tokens: Mapping[str, Tokens
         return
     if slot.rule is not None and slot.rule.combines_sides:
         return
-    if odd := next((name for name, term in trained_terms(slot).items() if term.coefficient <= 0), None):
+
+    odd = next((name for name, term in trained_terms(slot).items() if term.coefficient <= 0), None)
+    if odd:
         problems.add(
             f"{odd} trained tokens of {slot.name}, whose rows replace the base's, so its weight must be above 0",
             remedy,
             kind=CompositionError,
         )
         return
-    shared = (span for span in settled.spans if span.is_new and len(span.terms) > 1)
-    if unknown := next((span for span in shared if not _has_tokenizers(span, tokens)), None):
-        several = [term.expert for term in unknown.terms]
-        problems.add(
-            f"{' and '.join(several)} trained the new token {unknown.start} of {slot.name}, but "
-            f"{next(name for name in several if name not in tokens)} has no tokenizer.json that says which token it is",
-            "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
-        )
 
-
-def _has_tokenizers(span: Span, tokens: Mapping[str, Tokens]) -> bool:
-    return all(term.expert in tokens for term in span.terms)
+    # New tokens of several experts, of which one does not say which token it is
+    for span in settled.spans:
+        several = [term.expert for term in span.terms]
+        without = [name for name in several if name not in tokens]
+        if span.is_new and len(several) > 1 and without:
+            problems.add(
+                f"{' and '.join(several)} trained the new token {span.start} of {slot.name}, but "
+                f"{without[0]} has no tokenizer.json that says which token it is",
+                "Save each expert's tokenizer in its folder, with tokenizer.save_pretrained(FOLDER)",
+            )
+            return
 
 
 def _check_rows(rows: Rows, settled: Slot, composition: Composition) -> None:
@@ -100,6 +106,7 @@ def _check_rows(rows: Rows, settled: Slot, composition: Composition) -> None:
     _check_named(rows)
     if not slot.terms:
         return
+
     _check_shrunk(rows)
     if not rows.are_separate:
         if rows.have_one_rule:
@@ -107,6 +114,7 @@ def _check_rows(rows: Rows, settled: Slot, composition: Composition) -> None:
         _check_sum(rows, composition)
     _check_texts(rows)
     _check_owned(rows)
+
     if settled.spans and slot.is_stored and slot.rule is not None and slot.rule.combines_sides:
         weighting = "magnitude weights" if slot.method == "linear" else slot.method
         raise UnsupportedError(
@@ -172,12 +180,17 @@ def _check_sum(rows: Rows, composition: Composition) -> None:
     owner = max(sorted(rows.entering), key=lambda name: (len(rows.new[name]), rows.sizes[name]))
     excess = f"new tokens ({_tokens(rows.new)})" if rows.new_ids else f"{rows.sizes[owner]} rows"
     odd = opaque or owner
+    message = (
+        f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
+        "be computed one by one"
+    )
+    if odd == owner:
+        message = (
+            f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
+            f"`{slot.rule}` does not combine with fixed weights"
+        )
     raise UnsupportedError(
-        f"{owner} has {excess} and {changes[owner].method} on {slot.name}, whose rows the rule "
-        f"`{slot.rule}` does not combine with fixed weights"
-        if odd == owner
-        else f"{owner} has {excess}, but {odd} has {changes[odd].method} on {slot.name}, whose rows cannot "
-        "be computed one by one",
+        message,
         f"Give it to {owner} in its own rule: {{modules: [{slot.module}], expert: {owner}}}",
     )
 
@@ -187,10 +200,15 @@ def _check_texts(rows: Rows) -> None:
     unknown = next((name for name, tokens in rows.new.items() if None in tokens.values()), None)
     if unknown is None:
         return
-    others = [tokens for name, tokens in rows.new.items() if name != unknown]
-    if shared := {i for i in rows.new[unknown] if any(i in tokens for tokens in others)}:
+    others: set[int] = set()
+    for name, tokens in rows.new.items():
+        if name != unknown:
+            others |= tokens.keys()
+    shared = sorted(others & rows.new[unknown].keys())
+    if shared:
         raise ExpertError(
-            f"{' and '.join(rows.new)} hold rows for new tokens ({_ids(shared)}) in {rows.slot.name}, but {unknown} "
+            f"{' and '.join(rows.new)} hold rows for new tokens ({and_more([str(number) for number in shared])}) in "
+            f"{rows.slot.name}, but {unknown} "
             "has no tokenizer.json that says which tokens they are",
             _SAVE,
         )
@@ -228,11 +246,11 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     embedding or head is allowed, unless the base's config says that they are not tied.
     """
     trained = [slot for slot in slots if slot.of_tokens]
+    if not trained or (config is not None and config.get("tie_word_embeddings") is False):
+        return
     changed = [
         slot for slot in slots if slot.terms and (slot in trained or ModuleName(slot.name).is_vocabulary(slot.layer))
     ]
-    if not trained or (config is not None and config.get("tie_word_embeddings") is False):
-        return
     if len(changed) == 1 and not ModuleName(changed[0].name).is_head:
         return
     names = " and ".join(slot.name for slot in changed)
@@ -252,9 +270,11 @@ def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
 
 
 def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:
-    texts = {i: token for tokens in new.values() for i, token in tokens.items()}
-    return and_more([f"{i}" if texts[i] is None else f"{i} {texts[i]!r}" for i in sorted(texts)])
+    texts: dict[int, str | None] = {}
+    for tokens in new.values():
+        texts |= tokens
 
-
-def _ids(numbers: set[int]) -> str:
-    return and_more([str(number) for number in sorted(numbers)])
+    listed = []
+    for i in sorted(texts):
+        listed.append(f"{i}" if texts[i] is None else f"{i} {texts[i]!r}")
+    return and_more(listed)

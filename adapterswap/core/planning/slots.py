@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeVar, cast
 
 from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
@@ -225,17 +226,20 @@ class Slot(Terms):
             return self.spans
 
         height = self._rows // self.matrices
-        return tuple(
-            replace(self.ordinary, start=matrix * height, stop=(matrix + 1) * height, matrix=matrix)
-            for matrix in range(self.matrices)
-        )
+        spans = []
+        for matrix in range(self.matrices):
+            start = matrix * height
+            spans.append(replace(self.ordinary, start=start, stop=start + height, matrix=matrix))
+        return tuple(spans)
 
     @property
     def _rows(self) -> int:
         """The rows of a stored tensor, as which all axes but the last count; 0 for a module of an adapter."""
         if not self.is_stored:
             return 0
-        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else math.prod(self.shape)
+        if len(self.shape) > 1:
+            return math.prod(self.shape[:-1])
+        return math.prod(self.shape)
 
     def with_spans(self, spans: Sequence[Span]) -> Slot:
         """The stored tensor with these spans, and as many rows."""
@@ -254,19 +258,20 @@ class Slot(Terms):
         """
         assert self.rule is not None
         term_of = {term.expert: term for term in self.terms}
-        terms = tuple(
-            term_of[expert]._replace(side=side, coefficient=coefficient)
-            for (side, expert), coefficient in self.rule.split(weights, apart=apart).items()
-            if expert in term_of
-        )
+        terms = []
+        for (side, expert), coefficient in self.rule.split(weights, apart=apart).items():
+            if expert in term_of:
+                terms.append(term_of[expert]._replace(side=side, coefficient=coefficient))
+
         parts = self.rule.split(weights, apart=self.rule.combines_sides)
         requested = tuple(dict.fromkeys(expert for _, expert in parts))
-        return replace(self, terms=terms, weights=weights, requested=requested)
+        return replace(self, terms=tuple(terms), weights=weights, requested=requested)
 
     @property
     def needs_base(self) -> bool:
         """Whether the base's own numbers enter."""
-        return any(share.copy is None for span in (self.ordinary, *self.spans) for share in span.base)
+        spans = (self.ordinary, *self.spans)
+        return any(share.copy is None for share in chain.from_iterable(span.base for span in spans))
 
     @property
     def _computes_with_base(self) -> bool:
@@ -277,7 +282,9 @@ class Slot(Terms):
     @property
     def matrices(self) -> int:
         """How many matrices a stored tensor holds, if low-rank changes apply to each of them separately; else 1."""
-        return max((term.change.matrices for term in self.low_rank), default=1) if self.is_stored else 1
+        if not self.is_stored:
+            return 1
+        return max((term.change.matrices for term in self.low_rank), default=1)
 
     @property
     def of_tokens(self) -> bool:
@@ -289,18 +296,28 @@ class Slot(Terms):
         """The trained tokens whose rows it holds, in the order of its tensor."""
         if self.owner is not None:
             return self.whole[0].change.rows
-        return tuple(row for span in self.spans for row in range(span.start, span.stop))
+        rows: list[int] = []
+        for span in self.spans:
+            rows += range(span.start, span.stop)
+        return tuple(rows)
 
     @property
     def all_whole(self) -> tuple[tuple[str, Whole], ...]:
         """Every expert with whole weights, also in spans: it may own only rows, or lend them."""
-        lent = ((share.expert, share.copy) for span in self.spans for share in span.base if share.copy is not None)
-        return (*((term.expert, term.change) for part in (self, *self.spans) for term in part.whole), *lent)
+        held: list[tuple[str, Whole]] = []
+        for part in (self, *self.spans):
+            held += [(term.expert, term.change) for term in part.whole]
+        for span in self.spans:
+            held += [(share.expert, share.copy) for share in span.base if share.copy is not None]
+        return tuple(held)
 
     @property
     def factors_by_rows(self) -> str | None:
         """The first expert whose LoRA has different coefficients in different rows; None if there is none."""
-        return next((term.expert for span in reversed(self.spans) for term in span.low_rank), None)
+        for span in reversed(self.spans):
+            if span.low_rank:
+                return span.low_rank[0].expert
+        return None
 
     @property
     def copied(self) -> Whole | None:
@@ -309,12 +326,16 @@ class Slot(Terms):
             return None
         if not self.terms:
             return self.base
-        return self.whole[0].change if self.owner is not None and self.whole else None
+        if self.owner is not None and self.whole:
+            return self.whole[0].change
+        return None
 
     @property
     def blend(self) -> str:
         """Its blend of sides as text; see `mixture`."""
-        return blend_text(self.weights) if self.rule is None else mixture(self.rule, self.weights, self.method)
+        if self.rule is None:
+            return blend_text(self.weights)
+        return mixture(self.rule, self.weights, self.method)
 
     @property
     def label(self) -> str:
@@ -325,8 +346,9 @@ class Slot(Terms):
 def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
     total = math.fsum(term.coefficient for term in terms)
-    even = any(term.coefficient <= 0 for term in terms)
-    return tuple(term._replace(coefficient=1 / len(terms) if even else term.coefficient / total) for term in terms)
+    if any(term.coefficient <= 0 for term in terms):
+        return tuple(term._replace(coefficient=1 / len(terms)) for term in terms)
+    return tuple(term._replace(coefficient=term.coefficient / total) for term in terms)
 
 
 def blend_text(coefficients: Mapping[str, float]) -> str:
