@@ -68,8 +68,14 @@ def and_more(names: Sequence[str], at_most: int = 1) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: int = 1) -> str:
-    """The remedy for an unknown name: "Did you mean 'math'?" if a known name is similar, else `otherwise`."""
-    near = difflib.get_close_matches(name, known, n=at_most)
+    """The remedy for an unknown name: "Did you mean 'math'?" if a known name is similar, else `otherwise`.
+
+    A name that begins a single known one is its short form: `data` means `datasets`, though `date` looks more alike.
+    """
+    known = list(known)
+    longer = [one for one in known if one.startswith(name)] if len(name) > 2 else []
+    near = longer if len(longer) == 1 else difflib.get_close_matches(name, known, n=at_most)
+
     if not near:
         return otherwise
     return f"Did you mean {' or '.join(map(repr, near))}?"

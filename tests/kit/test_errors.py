@@ -22,6 +22,7 @@ from adapterswap.kit.errors import (
     OutputError,
     Problems,
     and_more,
+    did_you_mean,
     reason_of,
 )
 
@@ -171,3 +172,16 @@ def test_an_interrupted_command_ends_with_130(run: Callable[..., Result], monkey
     monkeypatch.setattr("adapterswap.tools.inspection.inspect", interrupt)
     result = run("inspect", "anything")
     assert (result.exit_code, result.stdout) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("data", "Did you mean 'datasets'?"),  # the only known name that it begins
+        ("dat", "Did you mean 'date'?"),  # it begins two, and one looks more alike
+        ("datset", "Did you mean 'datasets'?"),
+        ("other", "Remove it"),
+    ],
+)
+def test_an_unknown_name_gets_the_one_that_was_meant(name: str, remedy: str) -> None:
+    assert did_you_mean(name, ["datasets", "date", "seed"], "Remove it") == remedy
