@@ -179,7 +179,7 @@ def test_an_interrupted_command_ends_with_130(run: Callable[..., Result], monkey
     [
         ("data", "Did you mean 'datasets'?"),  # the only known name that it begins
         ("dat", "Did you mean 'date'?"),  # it begins two, and one looks more alike
-        ("datset", "Did you mean 'datasets'?"),
+        ("seeds", "Did you mean 'seed'?"),
         ("other", "Remove it"),
     ],
 )
