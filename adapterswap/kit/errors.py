@@ -73,8 +73,11 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str, *, at_most: in
     A name that begins a single known one is its short form: `data` means `datasets`, though `date` looks more alike.
     """
     known = list(known)
-    longer = [one for one in known if one.startswith(name)] if len(name) > 2 else []
-    near = longer if len(longer) == 1 else difflib.get_close_matches(name, known, n=at_most)
+    near = difflib.get_close_matches(name, known, n=at_most)
+
+    longer = [one for one in known if one.startswith(name)]
+    if len(name) > 2 and len(longer) == 1:
+        near = longer
 
     if not near:
         return otherwise
