@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -18,12 +17,7 @@ import lm_eval.models.huggingface  # noqa: F401
 import peft  # noqa: F401
 from killing import result
 
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from adapterswap.engines.serving.llama_engine import free_port
 
 
 def run(rank: int, port: int, arguments: list[str]) -> int:

@@ -420,7 +420,8 @@ _INCLUDE = re.compile(rb"^include\s*:(.*(?:\n[ \t-].*)*)", re.MULTILINE)
 
 def _files_with(folder: Path, names: Iterable[str]) -> list[Path]:
     """The task files (.yaml) in a folder that mention one of the names, or include a file that does."""
-    texts, includes = _texts(folder), _includes(folder)
+    texts = _texts(folder)
+    includes = _kept_includes(folder) if folder == harness_folder() else _includes(texts)
     wanted = [name.encode("utf-8", "surrogatepass") for name in sorted(names)]
     mentions = re.compile(rb"(?<![\w.-])(?:%s)(?![\w.-])" % b"|".join(map(re.escape, wanted)))
     matching = set()
@@ -461,21 +462,19 @@ def _read_texts(folder: Path) -> dict[Path, bytes]:
 _kept_texts = lru_cache(maxsize=1)(_read_texts)
 
 
-def _includes(folder: Path) -> dict[Path, bytes]:
-    """What those task files in a folder include that include others, as they write it."""
-    return _kept_includes(folder) if folder == harness_folder() else _read_includes(folder)
-
-
-def _read_includes(folder: Path) -> dict[Path, bytes]:
+def _includes(texts: Mapping[Path, bytes]) -> dict[Path, bytes]:
+    """What those of the task files include that include others, as they write it."""
     includes = {}
-    for path, content in _texts(folder).items():
+    for path, content in texts.items():
         include = _INCLUDE.search(content)
         if include:
             includes[path] = include[1]
     return includes
 
 
-_kept_includes = lru_cache(maxsize=1)(_read_includes)
+@lru_cache(maxsize=1)
+def _kept_includes(folder: Path) -> dict[Path, bytes]:
+    return _includes(_texts(folder))
 
 
 def _task_files(folder: Path | None) -> bytes:

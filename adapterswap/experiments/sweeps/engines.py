@@ -216,7 +216,7 @@ def _joined(cell: Cell, parts: Sequence[Judged]) -> Judged:
 
     order = [task for task in cell.tasks if task in results]
     samples.sort(key=lambda row: order.index(row["task"]))
-    result = CellResult(cell, {task: results[task] for task in order}, dict(seconds), errors[0] if errors else None)
+    result = CellResult(cell, {task: results[task] for task in order}, seconds, errors[0] if errors else None)
     return Judged(result, samples, {task: questions[task] for task in order})
 
 
