@@ -8,8 +8,9 @@ weight, else ΔW. It is `by_rows` if each of its rows can be taken alone, withou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar, cast
@@ -21,6 +22,43 @@ from adapterswap.core.experts.parts import LoraModule, OpaqueModule, Part
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.kit.files.numbers import too_large
 from adapterswap.kit.files.tensorfile import Tensor
+
+
+class Storage(Enum):
+    """Where the change of a slot is stored, which decides how it is laid out, written, shown and checked.
+
+    The value says what an adapter's module is, in messages.
+    """
+
+    LORA = "has LoRA"
+    VARIANT = "has a variant of LoRA"  # DoRA, or biases of B
+    OTHER = "has a change of another kind"  # (IA)³, OFT, …
+    FULL = "is trained in full (modules_to_save)"
+    TOKENS = "has trained tokens (trainable_token_indices)"
+    ROWS = "has trained tokens beside other changes"  # or among the rows of a stored tensor
+    TENSOR = "is a stored tensor of a model"
+
+    @classmethod
+    def of(cls, terms: Iterable[Term[Change]], empty: Storage) -> Storage:
+        """The storage of an adapter's module with these terms, or of a stored tensor; `empty` if there are none."""
+        found = {term.change.storage for term in terms}
+        if not found:
+            return empty
+        if cls.TOKENS in found and (empty is cls.TENSOR or not found <= {cls.TOKENS, cls.FULL}):
+            return cls.ROWS
+        if empty is cls.TENSOR:
+            return cls.TENSOR
+        if len(found) == 1:
+            return found.pop()
+        # Of several, the one that needs the most; a module that one expert adapts and another holds is adapted.
+        return next(storage for storage in (cls.OTHER, cls.VARIANT, cls.LORA, cls.TOKENS) if storage in found)
+
+
+IN_FULL = frozenset({Storage.FULL, Storage.TOKENS})
+"""Modules of adapters of which experts hold the base's own weights, changed, or rows of them."""
+
+OF_TOKENS = frozenset({Storage.TOKENS, Storage.ROWS})
+"""Slots with trained rows of an embedding or head."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +77,7 @@ class LowRank:
     transposed: bool = False
     within: ExpertRows | None = None
 
+    storage = Storage.LORA
     replaces = by_rows = False
     rows = ()
 
@@ -87,6 +126,11 @@ class Whole:
     lora = None
     copy = None
     method = "whole weights"
+
+    @property
+    def storage(self) -> Storage:
+        """Where an adapter stores it."""
+        return Storage.TOKENS if self.rows else Storage.FULL
 
     @classmethod
     def of(cls, path: Path, tensor: Tensor) -> Whole:
@@ -170,6 +214,11 @@ class Opaque:
     replaces = True
     by_rows = False
     rows = ()
+
+    @property
+    def storage(self) -> Storage:
+        """Where an adapter stores it."""
+        return Storage.OTHER if self.lora is None else Storage.VARIANT
 
     @property
     def height(self) -> int | None:

@@ -328,7 +328,7 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
 
     # Modules in full outside the layers do not count, since compositions average them whatever else they do; unless an
     # expert has nothing else than trained tokens.
-    parts = [slot for slot in plan if not slot.in_full or slot.layer is not None]
+    parts = [*plan.modules.values(), *(slot for slot in plan.saved.values() if slot.layer is not None)]
     contributing = silenced_experts(plan.rules)
     for slot in parts:
         contributing.update(term.expert for term in slot.terms)

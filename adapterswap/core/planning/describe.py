@@ -104,13 +104,14 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
     depth = plan.depth
-    stacks = {slot.name: depth.stack_of(slot.name) for slot in plan}
-    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in plan if slot.terms}
+    slots = plan.modules.values()
+    stacks = {slot.name: depth.stack_of(slot.name) for slot in slots}
+    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in slots if slot.terms}
 
     marks = []
-    for slot in plan:
+    for slot in slots:
         stack = stacks[slot.name]
-        if slot.layer is None or slot.in_full:
+        if slot.layer is None:
             continue
         if plan.is_model and not slot.terms and (stack, slot.layer, slot.kind) in changed:
             continue
@@ -284,7 +285,8 @@ def unusual(plan: Plan) -> list[str]:
 
     # Modules that experts hold in full, or single rows of them
     for slot in plan.saved.values():
-        contents = _tokens(slot) or _remark(slot) or slot.owner_label or blend_text(slot.weights)
+        contents = _tokens(slot) if slot.name in plan.tokens else ""
+        contents = contents or _remark(slot) or slot.owner_label or blend_text(slot.weights)
         form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
         lines.append(f"{slot.name} ({form}): {contents}")
 
@@ -392,9 +394,7 @@ def _remark(slot: Slot) -> str:
 
 
 def _tokens(slot: Slot) -> str:
-    """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has none."""
-    if not slot.of_tokens:
-        return ""
+    """The tokens of each owner or blend: `3, 7 from math; 9 from 0.5·math + 0.5·swahili`; empty if it has no terms."""
     tokens: dict[str, list[str]] = {}
     for span in slot.spans:
         origin = span.made_of

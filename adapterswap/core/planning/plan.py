@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import adapterswap
+from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
@@ -73,14 +74,16 @@ class Plan:
     checkpoints: dict[str, Checkpoint] = field(init=False, repr=False, compare=False)
     modules: dict[str, Slot] = field(init=False, repr=False, compare=False)
     saved: dict[str, Slot] = field(init=False, repr=False, compare=False)
+    tokens: dict[str, Slot] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.__dict__.update(
             depth=Depth(self.num_layers),
             adapters={name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)},
             checkpoints={name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)},
-            modules={name: slot for name, slot in self.slots.items() if not slot.in_full},
-            saved={name: slot for name, slot in self.slots.items() if slot.in_full},
+            modules={name: slot for name, slot in self.slots.items() if slot.storage not in IN_FULL},
+            saved={name: slot for name, slot in self.slots.items() if slot.storage in IN_FULL},
+            tokens={name: slot for name, slot in self.slots.items() if slot.storage in OF_TOKENS},
         )
 
     def __iter__(self) -> Iterator[Slot]:

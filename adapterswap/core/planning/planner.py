@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from adapterswap.core.changes.kinds import Change, Term, Whole, change_of
+from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS, Change, Storage, Term, Whole, change_of
 from adapterswap.core.changes.locations import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import FullModule, Part
+from adapterswap.core.experts.parts import FullModule
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
@@ -28,7 +28,7 @@ from adapterswap.core.planning.lent_rows import with_lent_rows, with_rows_of_bas
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.rows import settle_vocabulary, without_advice
 from adapterswap.core.planning.rules import Rule
-from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.core.planning.slots import Place, Slot, Span
 from adapterswap.core.planning.stages import (
     Ends,
     Filled,
@@ -165,38 +165,35 @@ def _plan_of_modules(
         changes[name] = {module: change_of(part, adapter.file.path) for module, part in adapter.parts.items()}
         ends[name] = {module: changes[name][module] for module in adapter.vocabulary}
 
-    # A module that some experts adapt and others hold in full is blended as adapted, and its owner decides its form.
-    adapted: dict[str, Part] = {}
-    held: dict[str, Part] = {}
-    for adapter in adapters.values():
-        for name, part in adapter.parts.items():
-            if isinstance(part, FullModule):
-                held[name] = part
-            else:
-                adapted[name] = part
-    only_held = {name: part for name, part in held.items() if name not in adapted}
-
-    filled = _filled(rules, _empty_slots(adapted), changes, apart=composition.row_threshold is not None)
-    for place, slot in enumerate(filled.slots):
-        if slot.name in held and 0 < len(slot.whole) == len(slot.terms):
-            filled.slots[place] = replace(slot, in_full=True)
-    if only_held:
-        in_full = _filled(rules, _empty_slots(only_held, in_full=True), changes)
-        filled = Filled([*filled.slots, *in_full.slots], [*filled.uncovered, *in_full.uncovered])
+    filled = _filled(rules, _places(adapters), changes, apart=composition.row_threshold is not None)
     check(filled, problems)
 
     vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, depth.base)
     check(vocabularies, problems)
-    slots = {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.in_full)}
+    slots = {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.storage in IN_FULL)}
     notes = (*depth.notes, *vocabularies.notes)
     plan = Plan(composition, rules, adapters, depth.num_layers, slots, base=depth.base, notes=notes)
     return plan, filled.uncovered
 
 
-def _empty_slots(parts: Mapping[str, Part], *, in_full: bool = False) -> list[Slot]:
-    """A slot for each module of an adapter, without terms: those outside the layers first, then by layer and name."""
-    slots = [Slot(name, name, part.layer, part.kind, (), {}, None, in_full=in_full) for name, part in parts.items()]
-    return sorted(slots, key=lambda slot: (-1 if slot.layer is None else slot.layer, slot.name))
+def _places(adapters: Mapping[str, Adapter]) -> list[Place]:
+    """A place for each module of an adapter: those outside the layers first, then by layer and name.
+
+    Modules that all experts hold in full come last. What some adapt and others hold is blended as adapted.
+    """
+    places: dict[str, Place] = {}
+    for adapter in adapters.values():
+        for name, part in adapter.parts.items():
+            empty = Storage.FULL if isinstance(part, FullModule) else Storage.LORA
+            is_adapted = name in places and places[name].empty is Storage.LORA
+            if empty is Storage.LORA or not is_adapted:
+                places[name] = Place(name, name, part.layer, part.kind, empty)
+
+    def order(place: Place) -> tuple[bool, int, str]:
+        layer = -1 if place.layer is None else place.layer
+        return place.empty is Storage.FULL, layer, place.name
+
+    return sorted(places.values(), key=order)
 
 
 def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Plan:
@@ -240,7 +237,8 @@ def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Pla
             parameter = checkpoint.parameters[source]
             changes[name][key] = Whole.of(parameter.path, parameter.tensor)
 
-    filled = _filled(rules, [_stored_slot(one, located.values(), weights) for one in stored.values()], changes)
+    places = [_stored_place(parameter, located.values(), weights) for parameter in stored.values()]
+    filled = _filled(rules, places, changes)
     check(filled, problems)
     problems.raise_if_any()
 
@@ -314,18 +312,18 @@ def _with_ends(
 
 def _filled(
     rules: Sequence[Rule],
-    slots: Iterable[Slot],
+    places: Iterable[Place],
     changes: Mapping[str, Mapping[str, Change]],
     *,
     apart: bool = False,
 ) -> Filled:
-    """The slots, filled with the terms of the first rule that matches.
+    """A slot in each place, with the terms of the first rule that matches.
 
     Args:
         rules: in order.
-        slots: without terms.
-        changes: expert → its changes, by the slot's name.
-        apart: keep the sides of every rule apart; see `Rule.split`.
+        places: where the slots are.
+        changes: expert → its changes, by the place's name.
+        apart: keep the sides of every rule apart where experts have LoRA; see `Rule.split`.
     """
     # The same for all slots of a rule: the weights of its sides, its experts' coefficients, and whom it requests.
     of_rule = []
@@ -333,39 +331,35 @@ def _filled(
         weights = rule.side_weights()
         parts = rule.split(weights, apart=rule.combines_sides)
         requested = tuple(dict.fromkeys(expert for _, expert in parts))
+        parts_of = dict.fromkeys(Storage, parts)
         if apart and not rule.combines_sides:
-            parts = rule.split(weights, apart=True)
-        of_rule.append((rule, weights, parts, requested))
+            parts_of[Storage.LORA] = rule.split(weights, apart=True)
+        of_rule.append((rule, weights, parts_of, requested))
 
     filled = Filled([], [])
-    for slot in slots:
-        name, layer, kind = slot.matched_name, slot.layer, slot.kind
+    for place in places:
+        name, layer, kind = place.matched_name, place.layer, place.kind
         first = next((one for one in of_rule if one[0].matches(name, layer, kind)), None)
         if first is None:
-            filled.uncovered.append(slot)
+            filled.uncovered.append(place.slot())
             continue
 
-        rule, weights, parts, requested = first
+        rule, weights, parts_of, requested = first
         terms = []
-        for (side, expert), coefficient in parts.items():
-            change = changes[expert].get(slot.name) if expert in changes else None
+        for (side, expert), coefficient in parts_of[place.empty].items():
+            change = changes[expert].get(place.name) if expert in changes else None
             if change is not None:
                 terms.append(Term(expert, side, coefficient, change))
-        filled.slots.append(
-            replace(slot, terms=tuple(terms), weights=weights, rule=rule, method=rule.method, requested=requested)
-        )
+        filled.slots.append(place.slot(terms, weights, rule, requested, rule.method))
     return filled
 
 
-def _stored_slot(parameter: StoredTensor, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Slot:
-    """A slot for a stored tensor, before any rule is applied."""
-    key = parameter.name
+def _stored_place(parameter: StoredTensor, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Place:
+    """The place of a stored tensor."""
+    key, tensor = parameter.name, parameter.tensor
     module = next((parts[key].module for parts in located if key in parts), parameter.module)
-    weight = Whole.of(parameter.path, parameter.tensor) if base else None
-    return Slot(
-        key, module, parameter.layer, parameter.kind, (), {}, None,
-        dtype=parameter.tensor.dtype, shape=parameter.tensor.shape, base=weight,
-    )  # fmt: skip
+    weight = Whole.of(parameter.path, tensor) if base else None
+    return Place(key, module, parameter.layer, parameter.kind, Storage.TENSOR, tensor.dtype, tensor.shape, weight)
 
 
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
@@ -387,21 +381,18 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
     filled = {}
     for key, parameter in stored.items():
         having = {name: parts[key] for name, parts in located.items() if key in parts}
-        slot = _stored_slot(parameter, located.values(), base)
-        planned = plan.slots.get(slot.module) if having else None
-        if planned is not None:
-            # Coefficients of low-rank changes are settled by now, also those of methods like SLERP; see `resolve`.
-            is_settled = planned.is_low_rank or planned.in_full or not planned.terms
-            slot = replace(
-                slot,
-                terms=tuple(_entering(plan, having, problems)),
-                weights=planned.weights,
-                rule=planned.rule,
-                requested=planned.requested,
-                method="linear" if planned.is_linear and is_settled else planned.method,
-            )
-            slot = _resized(slot, planned, having, problems)
-        filled[key] = slot
+        place = _stored_place(parameter, located.values(), base)
+        planned = plan.slots.get(place.module) if having else None
+        if planned is None:
+            filled[key] = place.slot()
+            continue
+
+        # Coefficients of low-rank changes are settled by now, also those of methods like SLERP; see `resolve`.
+        is_settled = planned.is_low_rank or planned.storage in IN_FULL or not planned.terms
+        method = "linear" if planned.is_linear and is_settled else planned.method
+        terms = tuple(_entering(plan, having, problems))
+        slot = place.slot(terms, planned.weights, planned.rule, planned.requested, method)
+        filled[key] = _resized(slot, planned, having, problems)
     filled, untied = _with_ends(filled, stored, tied, plan.adapters, base, problems)
 
     facts = replace(plan.base, weights=base, skeleton=base)
@@ -437,7 +428,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
         if all(term.expert in having for term in span.terms):
             terms = [term._replace(change=having[term.expert].change) for term in span.terms]
             spans.append(replace(span, terms=tuple(terms)))
-    if spans and planned.of_tokens:
+    if spans and planned.storage in OF_TOKENS:
         return with_rows_of_base(slot, spans, problems)
     if spans:
         return _with_spans(slot, spans)
@@ -485,7 +476,7 @@ def _with_head(
     with the same coefficients.
     """
     head, embedding = slots[tied.head], slots[tied.embedding]
-    if embedding.of_tokens and not head.terms:  # PEFT ties the head to them
+    if embedding.storage in OF_TOKENS and not head.terms:  # PEFT ties the head to them
         stays_tied = True
         on_head = replace(
             head,

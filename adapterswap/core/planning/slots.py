@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar, cast
 
-from adapterswap.core.changes.kinds import Change, Term, Terms, Whole
+from adapterswap.core.changes.kinds import Change, Storage, Term, Terms, Whole
 from adapterswap.core.methods.method import SCALE
 from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.layers import Kind, ModuleName
@@ -81,6 +81,46 @@ class Span(Terms):
         return (self.terms, self.base) == (other.terms, other.base)
 
 
+class Place(NamedTuple):
+    """A module of adapters, or a stored tensor of a model, before a rule is applied. The attributes are a slot's."""
+
+    name: str
+    module: str
+    layer: int | None
+    kind: Kind
+    empty: Storage = Storage.LORA
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    base: Whole | None = None
+
+    @property
+    def matched_name(self) -> str:
+        """See `Slot`."""
+        return _matched_name(self.name, self.module, self.empty)
+
+    def slot(
+        self,
+        terms: Sequence[Term[Change]] = (),
+        weights: Mapping[str, float] | None = None,
+        rule: Rule | None = None,
+        requested: tuple[str, ...] = (),
+        method: str = "linear",
+    ) -> Slot:
+        """The slot with these terms, of this rule."""
+        name, module, layer, kind, empty, dtype, shape, base = self
+        return Slot(
+            name, module, layer, kind, tuple(terms), weights or {}, rule, method, empty, dtype, shape, base,
+            requested=requested,
+        )  # fmt: skip
+
+
+def _matched_name(name: str, module: str, empty: Storage) -> str:
+    """See `Slot.matched_name`."""
+    if empty is Storage.TENSOR:
+        return f"{module}.{name.rpartition('.')[2]}"
+    return name
+
+
 @dataclass(frozen=True)
 class Slot(Terms):
     """One module or one stored tensor, and how its result is computed.
@@ -94,7 +134,7 @@ class Slot(Terms):
         rule: the rule that matched. It says how a blend is computed, and whether coefficients still depend on tensors.
             None if no expert changes a stored tensor.
         method: how the terms are combined; linear if SLERP's coefficients are already known.
-        in_full: whether experts hold the module's whole weights (`modules_to_save`).
+        empty: its storage while it has no terms.
         dtype, shape: how the model stores the tensor; empty for a module of an adapter.
         base: the base's own tensor; None if the plan has no base.
         spans: all rows in order, for an embedding or head with rows that the base or an expert lacks. If experts
@@ -104,6 +144,7 @@ class Slot(Terms):
 
         These follow from the others:
 
+        storage: what stores its change: LoRA's factors, whole weights (`modules_to_save`), single rows of them, …
         is_stored: whether it is a stored tensor of a model, not a module of an adapter.
         matched_name: the name that rules match: the module's, as adapters write it, with the parameter of a stored
             tensor.
@@ -125,13 +166,14 @@ class Slot(Terms):
     weights: Mapping[str, float]
     rule: Rule | None
     method: str = "linear"
-    in_full: bool = False
+    empty: Storage = Storage.LORA
     dtype: str = ""
     shape: tuple[int, ...] = ()
     base: Whole | None = None
     spans: tuple[Span, ...] = ()
     requested: tuple[str, ...] = ()
 
+    storage: Storage = field(init=False, repr=False, compare=False)
     is_stored: bool = field(init=False, repr=False, compare=False)
     matched_name: str = field(init=False, repr=False, compare=False)
     has_span: bool = field(init=False, repr=False, compare=False)
@@ -144,8 +186,7 @@ class Slot(Terms):
 
     def __post_init__(self) -> None:
         rule, terms = self.rule, self.terms
-        is_stored = bool(self.dtype)
-        matched_name = f"{self.module}.{self.name.rpartition('.')[2]}" if is_stored else self.name
+        is_stored = self.empty is Storage.TENSOR
 
         has_span = self.method != "linear" and not is_stored and rule is not None and rule.spans
         is_linear = self.method == "linear" or has_span
@@ -167,8 +208,9 @@ class Slot(Terms):
             summed[term.expert] = summed.get(term.expert, 0.0) + term.coefficient
 
         self.__dict__.update(
+            storage=Storage.of(terms, self.empty),
             is_stored=is_stored,
-            matched_name=matched_name,
+            matched_name=_matched_name(self.name, self.module, self.empty),
             has_span=has_span,
             is_linear=is_linear,
             owner=owner,
@@ -285,11 +327,6 @@ class Slot(Terms):
         if not self.is_stored:
             return 1
         return max((term.change.matrices for term in self.low_rank), default=1)
-
-    @property
-    def of_tokens(self) -> bool:
-        """Whether the changes are single rows of an embedding or head (`trainable_token_indices`)."""
-        return any(term.change.rows for term in self.whole)
 
     @property
     def tokens(self) -> tuple[int, ...]:

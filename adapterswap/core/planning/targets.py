@@ -13,6 +13,7 @@ from enum import Flag, auto
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
+from adapterswap.core.changes.kinds import IN_FULL
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule, OpaqueModule
@@ -184,10 +185,10 @@ class Facts:
                 kinds[name] = next(iter(adapter.opaque.values())).method
         return kinds
 
-    @cached_property
+    @property
     def tokens(self) -> list[Slot]:
         """The modules with trained tokens."""
-        return [slot for slot in self.plan or () if slot.of_tokens]
+        return [] if self.plan is None else [*self.plan.tokens.values()]
 
     @cached_property
     def changed(self) -> list[Slot]:
@@ -426,7 +427,7 @@ def _beside_a_copy(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("modules other than [these](gguf.md#which-bases)", Target.GGUF)
 def _not_exported(slot: Slot, f: Facts) -> Found:
-    if slot.terms and not slot.in_full and not f.exports(slot):
+    if slot.terms and slot.storage not in IN_FULL and not f.exports(slot):
         yield Culprit(f"{slot.name} cannot be exported for this architecture", f.otherwise)
 
 
@@ -442,12 +443,9 @@ def _tied_to_another(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("modules in full or tokens, by magnitude weights or methods on ΔW", Target.PLAN)
 def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
-    if slot.in_full and slot.rule is not None and slot.rule.combines_sides:
-        how = "is trained in full (modules_to_save)"
-        if slot.of_tokens:
-            how = "has trained tokens (trainable_token_indices)"
+    if slot.storage in IN_FULL and slot.rule is not None and slot.rule.combines_sides:
         yield Culprit(
-            f"{slot.name} {how}, so it cannot be blended by magnitude or by a method on ΔW",
+            f"{slot.name} {slot.storage.value}, so it cannot be blended by magnitude or by a method on ΔW",
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
         )
 
@@ -456,7 +454,8 @@ def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
     "modules in full, averaged with an unchanged one", Target.PLAN, {Target.PLAN: "with `base_model`"}, BaseModelError
 )
 def _needs_the_base(slot: Slot, f: Facts) -> Found:
-    if slot.in_full and slot.rule is not None and slot.terms and not f.base_at_hand and slot.needs_base:
+    is_averaged = slot.storage in IN_FULL and slot.rule is not None and slot.terms
+    if is_averaged and not f.base_at_hand and slot.needs_base:
         yield Culprit(
             f"Averaging {slot.name} with {' and '.join(slot.absent) or 'the base'} needs the base's own weights of "
             "this module",
@@ -558,9 +557,9 @@ def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
 
     beside = [f"{expert} is {part.method}" for expert, part in f.opaque if part.lora is None]
     if not f.changed:
-        for slot in plan.saved.values():
-            if slot.terms and not slot.of_tokens:
-                beside.append(f"{slot.name} in full")
+        for name, slot in plan.saved.items():
+            if slot.terms and name not in plan.tokens:
+                beside.append(f"{name} in full")
         beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != first.tokens]
     if beside:
         yield Culprit(

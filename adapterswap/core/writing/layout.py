@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from adapterswap.core.changes.kinds import Storage
 from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
@@ -47,8 +48,7 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     modules = [module for module in plan.modules.values() if module.terms]
 
     # Kinds other than LoRA, and trained tokens alone, have layouts of their own.
-    has_other_kind = any(term.change.lora is None for module in modules for term in module.opaque)
-    if has_other_kind:
+    if any(module.storage is Storage.OTHER for module in modules):
         return _in_dtype(lay_out_kind(plan, modules, _fan_in_fan_out(plan)), form.dtype)
     if only_tokens(plan):
         return _in_dtype(lay_out_tokens(plan), form.dtype)
@@ -138,16 +138,13 @@ def uses_rslora(plan: Plan) -> bool:
 
 def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rslora: bool) -> dict[str, Any]:
     saved = []
-    tokens = {}
     for name, module in plan.saved.items():
-        if module.of_tokens:
-            tokens[name] = list(module.tokens)
-        elif module.terms and not ModuleKeys(name).is_bias:
+        if module.terms and name not in plan.tokens and not ModuleKeys(name).is_bias:
             saved.append(name)
 
     variant = variant_of(plan.modules.values()) | trained_biases(plan) | _parameters(plan)
-    if tokens:
-        variant["trainable_token_indices"] = tokens
+    if plan.tokens:
+        variant["trainable_token_indices"] = {name: list(module.tokens) for name, module in plan.tokens.items()}
 
     return adapter_config(
         shapes,
@@ -166,7 +163,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
 
 def _parameters(plan: Plan) -> dict[str, Any]:
     """The settings for LoRA on parameters, by full name. PEFT distinguishes its layouts only by its version."""
-    entering = [slot.loras[0] for slot in plan.modules.values() if slot.terms and not slot.opaque]
+    entering = [slot.loras[0] for slot in plan.modules.values() if slot.terms and slot.storage is Storage.LORA]
     names = sorted(lora.name for lora in entering if lora.parameter)
     if not names:
         return {}
@@ -185,8 +182,9 @@ def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
     """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
     used: set[str] = set()
     for module in modules:
-        for term in module.opaque:
-            used.update(key for key, value in term.change.part.settings.items() if value)
+        if module.storage is Storage.VARIANT:
+            for term in module.opaque:
+                used.update(key for key, value in term.change.part.settings.items() if value)
     return {key: True for key in ("use_dora", "lora_bias") if key in used}
 
 

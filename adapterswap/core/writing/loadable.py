@@ -265,13 +265,8 @@ def _may_be_old(plan: Plan) -> bool:
 def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
     """The plan with its slots under other names."""
     # No two modules with factors, and no two that are stored whole, may get one name.
-    adapted: dict[str, str] = {}
-    saved: dict[str, str] = {}
-    for name, slot in plan.slots.items():
-        names_of_kind = saved if slot.in_full else adapted
-        names_of_kind[name] = names[name]
-    check_distinct(adapted, "The composition")
-    check_distinct(saved, "The composition")
+    for slots_of_kind in (plan.modules, plan.saved):
+        check_distinct({name: names[name] for name in slots_of_kind}, "The composition")
     if all(new == name for name, new in names.items()):
         return plan
 

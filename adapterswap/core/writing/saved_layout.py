@@ -20,7 +20,7 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     """
     if not module.terms:
         return
-    if module.of_tokens:
+    if module.name in plan.tokens:
         yield token_rows(module)
         return
 

@@ -14,7 +14,7 @@ from adapterswap.core.writing.peft_config import purpose
 def only_tokens(plan: Plan) -> bool:
     """Whether a plan of adapters changes nothing but trained tokens, which PEFT loads without LoRA."""
     changed = [slot for slot in plan if slot.terms]
-    return bool(changed) and all(slot.of_tokens for slot in changed)
+    return bool(changed) and all(slot.name in plan.tokens for slot in changed)
 
 
 def lay_out_tokens(plan: Plan) -> Layout:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.layers import Depth
 from adapterswap.core.planning.plan import Plan
+from adapterswap.core.planning.slots import Slot
 from adapterswap.core.planning.targets import Target
 from adapterswap.core.writing.resolution import Resolved
 from adapterswap.engines.live.inventory import (
@@ -75,7 +76,7 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
         )
     for slot in plan:
         for term in slot.terms:
-            if slot.in_full:
+            if slot.name in plan.saved:
                 wrapper = inventory.in_full.get(slot.name)
                 is_loaded = wrapper is not None and term.expert in wrapper.modules_to_save
                 mismatch = None if is_loaded else "is not loaded"
@@ -91,11 +92,16 @@ def make_switch(plan: Plan, inventory: Inventory) -> Switch:
             break
     problems.raise_if_any()
     plan = Resolved.of(plan).plan
-    terms: dict[bool, dict[str, dict[str, float]]] = {False: {}, True: {}}
-    for slot in plan:
+    return Switch(plan, _coefficients(plan.modules), _coefficients(plan.saved))
+
+
+def _coefficients(slots: Mapping[str, Slot]) -> dict[str, dict[str, float]]:
+    """The experts' coefficients in each module that changes."""
+    coefficients = {}
+    for name, slot in slots.items():
         if slot.terms:
-            terms[slot.in_full][slot.name] = {term.expert: term.coefficient for term in slot.terms}
-    return Switch(plan, terms[False], terms[True])
+            coefficients[name] = {term.expert: term.coefficient for term in slot.terms}
+    return coefficients
 
 
 def _mismatch(inventory: Inventory, module: str, expert: str, planned: LoraModule) -> str | None:

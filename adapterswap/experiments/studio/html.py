@@ -102,8 +102,8 @@ def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
     letters = {meaning: letter for letter, meaning in picture.legend.items()}
     shown = {(mark.layer, mark.kind) for mark in picture.marks}
     slots_of: dict[tuple[int, str], list[Slot]] = {}
-    for slot in plan:
-        if slot.layer is not None and (slot.layer, slot.kind) in shown and not slot.in_full:
+    for slot in plan.modules.values():
+        if slot.layer is not None and (slot.layer, slot.kind) in shown:
             slots_of.setdefault((slot.layer, slot.kind), []).append(slot)
 
     cells = {}
