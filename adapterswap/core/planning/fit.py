@@ -374,9 +374,9 @@ def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pa
     sides |= {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
 
     found = {}
-    for name, part in adapter.parts.items():
+    for name in adapter.parts:
         match = _PLAIN.fullmatch(name)
-        lora = part.lora
+        lora = adapter.factors.get(name)
         if match is None or lora is None or lora.embedding:
             continue
         ours, theirs = (lora.out_features, lora.in_features), sides[match[1] or match[2]]

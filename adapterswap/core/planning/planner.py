@@ -13,7 +13,7 @@ from numbers import Integral
 from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS, Change, Storage, Term, Whole, change_of
 from adapterswap.core.changes.locations import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import FullModule
+from adapterswap.core.experts.parts import FullModule, Part
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
@@ -181,19 +181,21 @@ def _places(adapters: Mapping[str, Adapter]) -> list[Place]:
 
     Modules that all experts hold in full come last. What some adapt and others hold is blended as adapted.
     """
-    places: dict[str, Place] = {}
+    adapted: dict[str, Part] = {}
+    held: dict[str, Part] = {}
     for adapter in adapters.values():
         for name, part in adapter.parts.items():
-            empty = Storage.FULL if isinstance(part, FullModule) else Storage.LORA
-            is_adapted = name in places and places[name].empty is Storage.LORA
-            if empty is Storage.LORA or not is_adapted:
-                places[name] = Place(name, name, part.layer, part.kind, empty)
+            if isinstance(part, FullModule):
+                held[name] = part
+            else:
+                adapted[name] = part
 
-    def order(place: Place) -> tuple[bool, int, str]:
-        layer = -1 if place.layer is None else place.layer
-        return place.empty is Storage.FULL, layer, place.name
-
-    return sorted(places.values(), key=order)
+    places = []
+    for name, part in {**held, **adapted}.items():
+        empty = Storage.LORA if name in adapted else Storage.FULL
+        places.append(Place(name, name, name, part.layer, part.kind, empty))
+    places.sort(key=lambda place: (-1 if place.layer is None else place.layer, place.name))
+    return sorted(places, key=lambda place: place.empty is Storage.FULL)
 
 
 def _plan_of_weights(opened: Opened, base: BaseFacts, problems: Problems) -> Plan:
@@ -358,8 +360,10 @@ def _stored_place(parameter: StoredTensor, located: Iterable[Mapping[str, Locate
     """The place of a stored tensor."""
     key, tensor = parameter.name, parameter.tensor
     module = next((parts[key].module for parts in located if key in parts), parameter.module)
+    matched_name = f"{module}.{key.rpartition('.')[2]}"
     weight = Whole.of(parameter.path, tensor) if base else None
-    return Place(key, module, parameter.layer, parameter.kind, Storage.TENSOR, tensor.dtype, tensor.shape, weight)
+    layer, kind = parameter.layer, parameter.kind
+    return Place(key, module, matched_name, layer, kind, Storage.TENSOR, tensor.dtype, tensor.shape, weight)
 
 
 def merge_plan(plan: Plan, base: Checkpoint) -> Plan:

@@ -86,17 +86,13 @@ class Place(NamedTuple):
 
     name: str
     module: str
+    matched_name: str
     layer: int | None
     kind: Kind
     empty: Storage = Storage.LORA
     dtype: str = ""
     shape: tuple[int, ...] = ()
     base: Whole | None = None
-
-    @property
-    def matched_name(self) -> str:
-        """See `Slot`."""
-        return _matched_name(self.name, self.module, self.empty)
 
     def slot(
         self,
@@ -107,18 +103,11 @@ class Place(NamedTuple):
         method: str = "linear",
     ) -> Slot:
         """The slot with these terms, of this rule."""
-        name, module, layer, kind, empty, dtype, shape, base = self
+        name, module, _, layer, kind, empty, dtype, shape, base = self
         return Slot(
             name, module, layer, kind, tuple(terms), weights or {}, rule, method, empty, dtype, shape, base,
             requested=requested,
         )  # fmt: skip
-
-
-def _matched_name(name: str, module: str, empty: Storage) -> str:
-    """See `Slot.matched_name`."""
-    if empty is Storage.TENSOR:
-        return f"{module}.{name.rpartition('.')[2]}"
-    return name
 
 
 @dataclass(frozen=True)
@@ -146,8 +135,6 @@ class Slot(Terms):
 
         storage: what stores its change: LoRA's factors, whole weights (`modules_to_save`), single rows of them, …
         is_stored: whether it is a stored tensor of a model, not a module of an adapter.
-        matched_name: the name that rules match: the module's, as adapters write it, with the parameter of a stored
-            tensor.
         has_span: whether the coefficients are computed from inner products of low-rank changes.
         is_linear: whether the result is a weighted sum of changes. SLERP and similar methods are linear if all changes
             are low-rank: `resolve` computes their coefficients. For stored tensors they are computed on whole weights.
@@ -175,7 +162,6 @@ class Slot(Terms):
 
     storage: Storage = field(init=False, repr=False, compare=False)
     is_stored: bool = field(init=False, repr=False, compare=False)
-    matched_name: str = field(init=False, repr=False, compare=False)
     has_span: bool = field(init=False, repr=False, compare=False)
     is_linear: bool = field(init=False, repr=False, compare=False)
     owner: str | None = field(init=False, repr=False, compare=False)
@@ -210,7 +196,6 @@ class Slot(Terms):
         self.__dict__.update(
             storage=Storage.of(terms, self.empty),
             is_stored=is_stored,
-            matched_name=_matched_name(self.name, self.module, self.empty),
             has_span=has_span,
             is_linear=is_linear,
             owner=owner,
@@ -219,6 +204,13 @@ class Slot(Terms):
             absent=tuple(name for name in self.requested if name not in summed),
             total_rank=total_rank,
         )
+
+    @property
+    def matched_name(self) -> str:
+        """The name that rules match: the module's, as adapters write it, with the parameter of a stored tensor."""
+        if not self.is_stored:
+            return self.name
+        return f"{self.module}.{self.name.rpartition('.')[2]}"
 
     @cached_property
     def has_tokens(self) -> bool:
