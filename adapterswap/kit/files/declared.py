@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, get_
 
 from adapterswap.kit.files.readers import (
     IN_PYTHON,
+    REQUIRED,
     Field,
     Mistake,
     Mistakes,
@@ -218,7 +219,7 @@ class Declared:
         for name, declared in self.model_fields.items():
             if name in values:
                 self.__dict__[name] = values[name]
-            elif not declared.required:
+            elif declared.default is not REQUIRED:
                 default = declared.default
                 self.__dict__[name] = copy(default) if isinstance(default, dict | list) else default
         self.__dict__.update(values, _set=frozenset(values))
@@ -303,6 +304,19 @@ class Declared:
         return json.dumps(self.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
 
 
+class _Reads(dict[str, Read]):
+    """Field → how it is read. A reader is made when its field is first set: most fields of a request never are."""
+
+    def __init__(self, cls: type[Declared]) -> None:
+        self._cls = cls
+        self._hints = types_of(cls)
+
+    def __missing__(self, name: str) -> Read:
+        reader = reader_of(self._hints[name], strict=self._cls._strict, finite=self._cls._finite)
+        self[name] = with_field(reader.read, self._cls.model_fields[name])
+        return self[name]
+
+
 class _Form(NamedTuple):
     """What reading needs of a class.
 
@@ -315,7 +329,7 @@ class _Form(NamedTuple):
     """
 
     names: dict[Any, str]
-    reads: dict[str, Read]
+    reads: _Reads
     required: tuple[str, ...]
     order: dict[str, int]
     rest: str
@@ -327,18 +341,16 @@ class _Form(NamedTuple):
 
 
 def _form_of(cls: type[Declared]) -> _Form:
-    names: dict[Any, str] = {}
-    reads: dict[str, Read] = {}
-    hints = types_of(cls)
-    for name, declared in cls.model_fields.items():
-        names[name] = name
-        reader = reader_of(hints[name], strict=cls._strict, finite=cls._finite)
-        reads[name] = with_field(reader.read, declared)
-    for name, declared in cls.model_fields.items():
+    fields = cls.model_fields
+    names: dict[Any, str] = {name: name for name in fields}
+    required = []
+    for name, declared in fields.items():
         if declared.alias:
             names[declared.alias] = name
-    required = tuple(name for name, declared in cls.model_fields.items() if declared.required)
-    return _Form(names, reads, required, {name: place for place, name in enumerate(cls.model_fields)}, cls._rest)
+        if declared.default is REQUIRED:
+            required.append(name)
+    order = {name: place for place, name in enumerate(fields)}
+    return _Form(names, _Reads(cls), tuple(required), order, cls._rest)
 
 
 def types_of(cls: type[Declared]) -> dict[str, Any]:

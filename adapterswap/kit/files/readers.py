@@ -40,7 +40,8 @@ from adapterswap.kit.files.text import shown
 if TYPE_CHECKING:
     from adapterswap.kit.files.yaml import RecipeFile
 
-_REQUIRED: Any = object()
+REQUIRED: Any = object()
+"""The default of a field that must be set."""
 
 _T = TypeVar("_T")
 
@@ -98,7 +99,7 @@ class Field:
         sited: like `before`, and is also passed the `Source`.
     """
 
-    default: Any = _REQUIRED
+    default: Any = REQUIRED
     description: str = ""
     ge: float | None = None
     gt: float | None = None
@@ -113,7 +114,7 @@ class Field:
 
     @property
     def required(self) -> bool:
-        return self.default is _REQUIRED
+        return self.default is REQUIRED
 
     @property
     def bounds(self) -> list[tuple[Callable[[Any], bool], str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import pickle
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic import Field as PydanticField
 from refusals import refused
 
+import adapterswap
 from adapterswap.core import Composition, Rule
 from adapterswap.core.methods.registry import find_method, names_of
 from adapterswap.core.planning.parameters import parameter_keys
@@ -286,6 +288,26 @@ def test_a_type_without_a_reader_is_a_mistake_of_the_program() -> None:
     with pytest.raises(TypeError, match="complex"):
         reader_of(complex)
     assert Field().required
+
+
+def descendants(cls: type[Declared]) -> Iterator[type[Declared]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from descendants(child)
+
+
+def test_every_field_of_the_package_has_a_reader() -> None:
+    """Readers are made when a field is first set, so a type without one would be found late."""
+    package = Path(adapterswap.__file__).parent
+    for file in package.rglob("*.py"):
+        if "import Declared" in file.read_text(encoding="utf-8"):
+            importlib.import_module(".".join(file.relative_to(package.parent).with_suffix("").parts))
+
+    own = [cls for cls in descendants(Declared) if cls.__module__.startswith("adapterswap.")]
+    for cls in own:
+        for name in cls.model_fields:
+            assert callable(cls._form().reads[name])
+    assert len(own) > 30
 
 
 @pytest.mark.parametrize(
