@@ -33,7 +33,7 @@ def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
         elif before.name in made.rows:
             with problems.collect():
                 _check_rows(made.rows[before.name], slot, composition)
-    if not any(slot.is_stored for slot in made.slots):  # else `gates` checks them, after the rows of LoRA's copies
+    if not made.is_model:  # else `gates` checks them, after the rows of LoRA's copies
         check_sizes(made.sizes, problems)
     check_ties(made.slots, table.config, problems)
 

@@ -93,6 +93,7 @@ class Vocabularies(NamedTuple):
         table: the tokens of the base and the experts; None if no rows had to be settled.
         rows: by slot, the rows of embeddings and heads that are changed as a whole.
         sizes: by slot, the number of rows of those that are changed.
+        is_model: whether the slots are stored tensors of a model, not modules of adapters.
     """
 
     slots: list[Slot]
@@ -102,6 +103,7 @@ class Vocabularies(NamedTuple):
     table: TokenTable | None = None
     rows: Mapping[str, Rows] = {}
     sizes: Mapping[str, int] = {}
+    is_model: bool = False
 
 
 class TokenTable(NamedTuple):
@@ -165,7 +167,10 @@ def settle_vocabulary(
         composition: the request.
         base: what is known of the base.
     """
-    if not (slots and any(ends.values())) or _are_alike(slots, ends, experts, base.weights):
+    if not (slots and any(ends.values())):
+        return Vocabularies(list(slots))
+    is_model = slots[0].is_stored  # all slots are, or none
+    if is_model and _are_alike(slots, ends, experts, base.weights):
         return Vocabularies(list(slots))
 
     table = _token_table(ends, experts, slots, base)
@@ -185,8 +190,8 @@ def settle_vocabulary(
             sizes[slot.name] = size - table.extra(slot.module)
         settled.append(slot)
 
-    notes = _notes(table, _new_tokens(settled, table), sizes, is_model=any(slot.is_stored for slot in slots))
-    return Vocabularies(settled, notes, slots, composition, table, rows_of, sizes)
+    notes = _notes(table, _new_tokens(settled, table), sizes, is_model=is_model)
+    return Vocabularies(settled, notes, slots, composition, table, rows_of, sizes, is_model)
 
 
 def _new_tokens(slots: Iterable[Slot], table: TokenTable) -> dict[int, tuple[str, str | None]]:
@@ -213,8 +218,6 @@ def _are_alike(
 
     Parsing a large tokenizer takes longer than planning.
     """
-    if not all(slot.is_stored for slot in slots):
-        return False
     rows_of = {slot.name: slot.shape[0] for slot in slots if slot.shape}
     for parts in ends.values():
         for name, part in parts.items():

@@ -14,7 +14,7 @@ that differ go into the patterns. No tensor is read; the base is looked up if it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,11 +24,12 @@ from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.others_layout import lay_out_kind
-from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced, common_dtype
+from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
 from adapterswap.core.writing.peft_config import Shape, adapter_config, most_common
 from adapterswap.core.writing.resolution import Resolved
 from adapterswap.core.writing.saved_layout import saved_tensors
 from adapterswap.core.writing.tokens_layout import lay_out_tokens, only_tokens
+from adapterswap.core.writing.variant_layout import variant_settings, variant_tensors
 
 # Of the scale in the portable layout: any rank times it is an alpha that `check_written` accepts.
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -29, 13
@@ -88,9 +89,9 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
             tensors += _tensors(module, shapes[module.name], resolved)
 
     # Everything else: magnitudes and biases, copies of the base's embedding, modules trained in full
-    variant = variant_of(modules)
+    variant = variant_settings(modules)
     for module in modules if variant else ():
-        tensors += _variant_tensors(module, shapes[module.name], variant, plan)
+        tensors += variant_tensors(module, shapes[module.name], variant, _like(module, plan))
     for module in modules:
         tensors += _base_copy(module)
     for saved_module in plan.saved.values():
@@ -142,7 +143,7 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
         if module.terms and name not in plan.tokens and not ModuleKeys(name).is_bias:
             saved.append(name)
 
-    variant = variant_of(plan.modules.values()) | trained_biases(plan) | _parameters(plan)
+    variant = variant_settings(plan.modules.values()) | trained_biases(plan) | _parameters(plan)
     if plan.tokens:
         variant["trainable_token_indices"] = {name: list(module.tokens) for name, module in plan.tokens.items()}
 
@@ -176,16 +177,6 @@ def _parameters(plan: Plan) -> dict[str, Any]:
 
     modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
     return {"target_modules": modules, "target_parameters": names, "peft_version": min(versions)}
-
-
-def variant_of(modules: Iterable[Slot]) -> dict[str, Any]:
-    """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
-    used: set[str] = set()
-    for module in modules:
-        if module.storage is Storage.VARIANT:
-            for term in module.opaque:
-                used.update(key for key, value in term.change.part.settings.items() if value)
-    return {key: True for key in ("use_dora", "lora_bias") if key in used}
 
 
 def trained_biases(plan: Plan) -> dict[str, str]:
@@ -226,7 +217,7 @@ def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: floa
 
 def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
-    first = module.loras[0] if module.terms else _like(module, resolved.plan)
+    first = _like(module, resolved.plan)
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     dtype_of_all = dtypes.pop() if len(dtypes) == 1 else "F32"
 
@@ -300,7 +291,9 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
 
 
 def _like(module: Slot, plan: Plan) -> LoraModule:
-    """The module of an expert that does not take part, with the slot's name and shape."""
+    """The first LoRA of a slot; if it has none, that of an expert that does not take part, under the slot's name."""
+    if module.terms:
+        return module.loras[0]
     candidates = [adapter.modules.get(module.module) for adapter in plan.adapters.values()]
     return replace(next(filter(None, candidates)), name=module.name)
 
@@ -314,34 +307,6 @@ def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[Out
             yield replace(tensor, shape=(rank, tensor.shape[1]))
         else:  # B, out×rank
             yield replace(tensor, shape=(tensor.shape[0], rank))
-
-
-def _variant_tensors(module: Slot, shape: Shape, variant: Mapping[str, Any], plan: Plan) -> Iterator[OutputTensor]:
-    """The tensors of a variant of LoRA other than A and B.
-
-    DoRA's magnitudes are copied: `check_form` has checked that every module has them. PEFT multiplies a bias of B by
-    the module's scale, as it does B, so a blend's bias is Σ c_i s_i bias_i / s'. Plain LoRA's missing bias counts as 0.
-    """
-    first = module.loras[0] if module.terms else _like(module, plan)
-    for part, key in (("lora_magnitude_vector", "use_dora"), ("lora_B.bias", "lora_bias")):
-        if not variant.get(key):
-            continue
-
-        pieces = []
-        for term in module.opaque:
-            tensors = term.change.part.tensors
-            if part not in tensors:
-                continue
-            factor = term.coefficient * term.lora.scale / shape.scale
-            if key == "use_dora" or math.isclose(factor, 1, rel_tol=1e-12):
-                factor = 1.0
-            pieces.append(Piece(term.expert, term.change.path, tensors[part], factor))
-
-        size: tuple[int, ...] = (first.out_features,)
-        dtype = first.dtype
-        if pieces:
-            size, dtype = pieces[0].tensor.shape, common_dtype(pieces)
-        yield OutputTensor(ModuleKeys(module.name).part(part), dtype, size, None, tuple(pieces))
 
 
 def _base_copy(module: Slot) -> Iterator[OutputTensor]:

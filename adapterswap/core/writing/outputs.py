@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
+from adapterswap.core.changes.kinds import Storage
 from adapterswap.core.planning.slots import Slot
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import ArgumentError, OutputError, Problems, check_type
@@ -240,8 +241,9 @@ class Form:
             return False
         if not module.is_linear or (self.max_error is not None and not module.owner):
             return True
-        has_rank = all(term.change.lora is not None for term in module.terms)  # (IA)³, OFT … have none, and are copied
-        return self.max_rank is not None and has_rank and module.total_rank > self.max_rank
+        if self.max_rank is None or module.storage is Storage.OTHER:  # those have no rank, and are copied
+            return False
+        return module.total_rank > self.max_rank
 
 
 class Piece(NamedTuple):
