@@ -23,12 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.factors import Factors
-from adapterswap.core.changes.kinds import Change, LowRank, Opaque, Term, Whole
+from adapterswap.core.changes.kinds import LowRank, Opaque, Term, Whole
 from adapterswap.core.changes.opaque import merged
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.core.planning.slots import BaseShare, Slot, Span
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.numbers import Bytes, Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import Tensor
@@ -70,34 +70,76 @@ class SourcePart(NamedTuple):
     raw: Bytes
 
 
-class Block(NamedTuple):
-    """Rows `start` to `stop` of a tensor of the result, with their sources.
+class StoredRows(NamedTuple):
+    """Rows of a weight that is stored: an expert's, or the base's."""
 
-    For a tensor that is copied, `start` and `stop` count bytes, and `whole` is what they are copied from. Otherwise
-    `whole`, `base`, `factors` and `opaque` belong to the terms of `span` with such changes and of its base. `factors`
-    are the whole A and B; only the first block of a span has them, and they begin at row `origin`. `opaque` are all
-    tensors of a module, by name.
+    term: Term[Whole] | BaseShare
+    part: SourcePart
+
+    @property
+    def coefficient(self) -> float:
+        """Its factor in a sum; 0 for a base that other terms are only computed from."""
+        return 0.0 if self.term.coefficient is None else self.term.coefficient
+
+
+class Pair(NamedTuple):
+    """The whole A and B of a low-rank term."""
+
+    term: Term[LowRank]
+    a: SourcePart
+    b: SourcePart
+
+    def factors(self, kept_rows: Rows) -> Factors:
+        """The factors of ΔW (out×in), with zeros in rows that are not kept."""
+        a, b = (_numbers(part, part.tensor.shape) for part in (self.a, self.b))
+        factors = Factors.scaled(a, b, self.term.lora.scale, self.term.lora.name)
+        rows = kept_rows.get((self.term.side, self.term.lora.name))
+        if rows is None:
+            return factors
+        return factors.masked(rows)
+
+
+class Inputs(NamedTuple):
+    """All tensors of an opaque term's module by name, from which PEFT computes its weight."""
+
+    term: Term[Opaque]
+    tensors: Mapping[str, SourcePart]
+
+    def merged(self, base: Delta, slot: Slot, *, as_delta: bool = False) -> Delta:
+        """The term's W_i, or its ΔW_i, as the model stores it."""
+        decoded = {name: _numbers(part, part.tensor.shape) for name, part in self.tensors.items()}
+        return merged(self.term.change, slot.name.rpartition(".")[2], base, decoded, as_delta=as_delta)
+
+
+class Block(NamedTuple):
+    """Rows `start` to `stop` of a tensor of the result, with their sources: what was read of each term of `span`.
+
+    Only the first block of a span has `factors`, which begin at row `origin`. For a tensor that is copied, `start` and
+    `stop` count bytes, and `copied` is what they are copied from.
     """
 
     result: ResultTensor
     span: Span
     start: int
     stop: int
-    whole: tuple[SourcePart, ...]
-    base: tuple[SourcePart, ...] = ()
-    factors: tuple[tuple[SourcePart, SourcePart], ...] = ()
-    opaque: tuple[Mapping[str, SourcePart], ...] = ()
+    whole: tuple[StoredRows, ...] = ()
+    base: tuple[StoredRows, ...] = ()
+    factors: tuple[Pair, ...] = ()
+    opaque: tuple[Inputs, ...] = ()
     origin: int = 0
+    copied: SourcePart | None = None
 
     @property
     def parts(self) -> Iterator[SourcePart]:
         """All parts that were read."""
-        yield from self.whole
-        yield from self.base
+        if self.copied is not None:
+            yield self.copied
+        for stored in (*self.whole, *self.base):
+            yield stored.part
         for pair in self.factors:
-            yield from pair
-        for tensors in self.opaque:
-            yield from tensors.values()
+            yield from (pair.a, pair.b)
+        for inputs in self.opaque:
+            yield from inputs.tensors.values()
 
 
 @dataclass
@@ -152,7 +194,7 @@ def read_blocks(result: ResultTensor, files: Mapping[Path, int], entered: Entere
     owner, tensor = result.slot.owner or BASE, result.copied.tensor
     for start, stop in row_ranges(tensor.nbytes, _COPIED):
         raw = tensor.read_bytes(files[result.copied.path], start, stop)
-        yield Block(result, result.slot.ordinary, start, stop, (SourcePart(owner, tensor, raw),))
+        yield Block(result, result.slot.ordinary, start, stop, copied=SourcePart(owner, tensor, raw))
     entered.copied[owner, tensor.name] = tensor
 
 
@@ -165,10 +207,11 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     step = max(1, _COMPUTED // columns)
     used: dict[tuple[str, str], Whole] = {}
     for span in slot.ranges:
-        used |= _stored(slot, span)
+        used |= {source: weight for _, source, weight in _stored(slot, span)}
 
     for span in slot.ranges:
-        entering = [source for source, _ in _stored(slot, span)]
+        stored = _stored(slot, span)
+        entering = {source for _, source, _ in stored}
         factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
         origin = span.start if slot.matrices > 1 else 0
         height = span.stop - span.start
@@ -176,7 +219,7 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
             start, stop = span.start + first, span.start + last
 
             # An expert on two sides is read and hashed once. What does not enter here is hashed all the same.
-            parts = {}
+            parts: dict[tuple[str, str], SourcePart] = {}
             for (expert, name), change in used.items():
                 if (expert, name) in entering:
                     shift = change.place_of(span.start) - span.start
@@ -185,8 +228,8 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                 else:
                     reader.skip(expert, change, start * columns, stop * columns)
 
-            stored = tuple(parts[source] for source in entering)
-            whole, base = stored[: len(span.whole)], stored[len(span.whole) :]
+            rows = tuple(StoredRows(term, parts[source]) for term, source, _ in stored)
+            whole, base = rows[: len(span.whole)], rows[len(span.whole) :]
             opaque = tuple(map(reader.opaque, span.opaque))
             own_factors = () if first else factors
             yield Block(result, span, start, stop, whole, base, own_factors, opaque, origin)
@@ -199,11 +242,11 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                 reader.skip(expert, change, (height + first) * columns, (height + last) * columns)
 
 
-def _stored(slot: Slot, span: Span) -> list[tuple[tuple[str, str], Whole]]:
-    """The stored weights of a span, each with its expert and its tensor's name; the base comes last."""
-    whole = [(term.expert, term.change) for term in span.whole]
-    base = [(share.expert, weight) for share, weight in zip(span.base, slot.base_of(span), strict=True)]
-    return [((expert, weight.tensor.name), weight) for expert, weight in (*whole, *base)]
+def _stored(slot: Slot, span: Span) -> list[tuple[Term[Whole] | BaseShare, tuple[str, str], Whole]]:
+    """The stored weights of a span, each with its term, and its expert and its tensor's name; the base comes last."""
+    weights: list[tuple[Term[Whole] | BaseShare, Whole]] = [(term, term.change) for term in span.whole]
+    weights += zip(span.base, slot.base_of(span), strict=True)
+    return [(term, (term.expert, weight.tensor.name), weight) for term, weight in weights]
 
 
 class _Reader:
@@ -231,14 +274,15 @@ class _Reader:
         if start < stop and not whole.rows:
             self.elements(expert, whole, start, stop)
 
-    def factors(self, term: Term[LowRank], matrix: int) -> tuple[SourcePart, SourcePart]:
+    def factors(self, term: Term[LowRank], matrix: int) -> Pair:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
         file = self._files[term.change.path]
         if term.lora.experts > 1 or term.change.within is not None:
             within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
-            return self._of_expert(term.expert, term.lora, within, file)
+            return Pair(term, *self._of_expert(term.expert, term.lora, within, file))
         lora = term.lora
-        return (
+        return Pair(
+            term,
             SourcePart(term.expert, lora.a, lora.a.read_bytes(file, 0, lora.a.nbytes)),
             SourcePart(term.expert, lora.b, lora.b.read_bytes(file, 0, lora.b.nbytes)),
         )
@@ -254,14 +298,14 @@ class _Reader:
             SourcePart(expert, replace(lora.b, shape=b.shape), b.reshape(-1).view(np.uint8)),
         )
 
-    def opaque(self, term: Term[Opaque]) -> dict[str, SourcePart]:
+    def opaque(self, term: Term[Opaque]) -> Inputs:
         """All tensors of a module, including those that it shares."""
         file = self._files[term.change.path]
         tensors = {**term.change.part.tensors, **term.change.part.shared}
         parts = {}
         for name, tensor in tensors.items():
             parts[name] = SourcePart(term.expert, tensor, tensor.read_bytes(file, 0, tensor.nbytes))
-        return parts
+        return Inputs(term, parts)
 
 
 def _numbers(part: SourcePart, shape: tuple[int, ...]) -> Delta:
@@ -305,8 +349,8 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
         for part in block.parts:
             _check(part)
 
-        if result.copied is not None:
-            yield Chunk(result.place.start + block.start, block.whole[0].raw)
+        if block.copied is not None:
+            yield Chunk(result.place.start + block.start, block.copied.raw)
             continue
 
         if not result.slot.is_linear:
@@ -353,7 +397,7 @@ def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
     import torch
 
     lefts, rights = [], []
-    for term, (a_part, b_part) in zip(block.span.low_rank, block.factors, strict=True):
+    for term, a_part, b_part in block.factors:
         a = _tensor(a_part, device).view(a_part.tensor.shape)
         b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
         rows = kept_rows.get((term.side, term.lora.name))
@@ -382,9 +426,8 @@ def needs_torch(slot: Slot, span: Span, device: str) -> bool:
 
 def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
     """The stored weights of the sum, each with its coefficient; the base comes last."""
-    coefficients = [term.coefficient for term in block.span.whole]
-    coefficients += [share.coefficient or 0.0 for share in block.span.base]
-    return zip(coefficients, (*block.whole, *block.base), strict=True)
+    for rows in (*block.whole, *block.base):
+        yield rows.coefficient, rows.part
 
 
 def _summed(block: Block, kept_rows: Rows) -> Bytes:
@@ -410,15 +453,15 @@ def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
             yield coefficient, _numbers(part, (-1,))
         return
 
-    (base_part,) = block.base
+    ((_, base_part),) = block.base
     base = _numbers(base_part, shape)
-    for term, tensors in zip(span.opaque, block.opaque, strict=True):
-        yield term.coefficient, _merged(term, tensors, base, slot)
-    for full, part in zip(span.whole, block.whole, strict=True):
-        yield full.coefficient, _numbers(part, shape)
-    for low_rank, parts in zip(span.low_rank, block.factors, strict=True):
-        delta = _factors(low_rank, parts, kept_rows).rows()
-        yield low_rank.coefficient, _turned(delta, low_rank.change.transposed)
+    for inputs in block.opaque:
+        yield inputs.term.coefficient, inputs.merged(base, slot)
+    for rows in block.whole:
+        yield rows.coefficient, _numbers(rows.part, shape)
+    for pair in block.factors:
+        delta = pair.factors(kept_rows).rows()
+        yield pair.term.coefficient, _turned(delta, pair.term.change.transposed)
     if span.rest:
         yield span.rest, base
 
@@ -456,27 +499,9 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
     return _finite(np.asarray(raw), block)
 
 
-def _factors(term: Term[LowRank], parts: tuple[SourcePart, SourcePart], kept_rows: Rows) -> Factors:
-    """A low-rank term's factors of ΔW (out×in), with zeros in rows that are not kept."""
-    a, b = (_numbers(part, part.tensor.shape) for part in parts)
-    factors = Factors.scaled(a, b, term.lora.scale, term.lora.name)
-    rows = kept_rows.get((term.side, term.lora.name))
-    if rows is None:
-        return factors
-    return factors.masked(rows)
-
-
 def _turned(delta: Delta, is_across: bool) -> Delta:
     """ΔW or its transpose: from out×in to the way in which the model stores the weight, or back."""
     return delta.T if is_across else delta
-
-
-def _merged(
-    term: Term[Opaque], tensors: Mapping[str, SourcePart], base: Delta, slot: Slot, *, as_delta: bool = False
-) -> Delta:
-    """An opaque term's W_i, or its ΔW_i, as the model stores it."""
-    decoded = {name: _numbers(part, part.tensor.shape) for name, part in tensors.items()}
-    return merged(term.change, slot.name.rpartition(".")[2], base, decoded, as_delta=as_delta)
 
 
 def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
@@ -490,7 +515,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     # W_base, if it enters; all parts of the base are of this weight
     base = np.zeros(place.shape, np.float32)
     if block.base:
-        base = _numbers(block.base[0], place.shape)
+        base = _numbers(block.base[0].part, place.shape)
 
     # If any term is stored in×out, all ΔW are transposed to out×in.
     is_across = any(term.change.transposed for term in slot.terms)
@@ -505,9 +530,9 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
         # In the joint space of the factors, without dense ΔW
         if rule.on_cores and not slot.whole and not slot.opaque:
             shares_of: dict[str, list[tuple[float, Factors]]] = {}
-            for term, parts in zip(slot.low_rank, block.factors, strict=True):
-                share = rule.sides[term.side][term.expert]
-                shares_of.setdefault(term.side, []).append((share, _factors(term, parts, kept_rows)))
+            for pair in block.factors:
+                side, expert = pair.term.side, pair.term.expert
+                shares_of.setdefault(side, []).append((rule.sides[side][expert], pair.factors(kept_rows)))
 
             pairs = {}
             for side, shares in shares_of.items():
@@ -525,7 +550,7 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
                 elif own_share.coefficient:
                     by_side[own_share.side] = np.float32(own_share.coefficient) * _turned(base, is_across)
 
-        def enter(term: Term[Change], delta: Delta) -> None:
+        def enter(term: Term[Any] | BaseShare, delta: Delta) -> None:
             share = rule.sides[term.side][term.expert]
             if share != 1:
                 delta = np.float32(share) * delta
@@ -533,16 +558,16 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
                 delta = by_side[term.side] + delta
             by_side[term.side] = delta
 
-        for whole, part in zip(slot.whole, block.whole, strict=True):
+        for term, part in block.whole:
             delta = _numbers(part, place.shape)
             if not on_weights:
                 delta = delta - base
-            enter(whole, _turned(delta, is_across))
-        for opaque, tensors in zip(slot.opaque, block.opaque, strict=True):
-            delta = _merged(opaque, tensors, base, slot, as_delta=not on_weights)
-            enter(opaque, _turned(delta, is_across))
-        for term, parts in zip(slot.low_rank, block.factors, strict=True):
-            enter(term, _factors(term, parts, kept_rows).rows())
+            enter(term, _turned(delta, is_across))
+        for inputs in block.opaque:
+            delta = inputs.merged(base, slot, as_delta=not on_weights)
+            enter(inputs.term, _turned(delta, is_across))
+        for pair in block.factors:
+            enter(pair.term, pair.factors(kept_rows).rows())
 
         # In the rule's order, on which some methods depend.
         deltas = {side: by_side[side] for side in slot.weights if side in by_side}
