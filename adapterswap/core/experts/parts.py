@@ -133,6 +133,7 @@ class FullModule(_Part):
     rows: tuple[int, ...] = ()
     tied: Mapping[str, Tensor] = field(default_factory=dict)
     lora = None
+    parameter = False
 
     @property
     def first(self) -> Tensor:
@@ -178,6 +179,7 @@ class OpaqueModule(_Part):
     values: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[str, Tensor] = field(default_factory=dict)
     lora: LoraModule | None = None
+    parameter = False
 
     def at(self, name: str, layer: int | None) -> Self:
         return replace(self, name=name, layer=layer, lora=self.lora and self.lora.at(name, layer))

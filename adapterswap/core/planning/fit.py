@@ -291,8 +291,7 @@ def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list
 def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
     """The shapes of a weight with LoRA or another kind; None if the files do not have this weight alone."""
     lora = part.lora
-    is_parameter = isinstance(part, LoraModule) and part.parameter
-    weight = tensors.get("" if is_parameter else "weight")
+    weight = tensors.get("" if part.parameter else "weight")
     if weight is None:
         return _if_quantized(tensors)
     if lora is None or weight.dtype not in _WHOLE:
