@@ -38,6 +38,15 @@ class Storage(Enum):
     ROWS = "has trained tokens beside other changes"  # or among the rows of a stored tensor
     TENSOR = "is a stored tensor of a model"
 
+    in_full: bool
+    """Whether experts hold the weights of an adapter's module, or rows of them, not a change of them."""
+    of_tokens: bool
+    """Whether there are trained rows of an embedding or head."""
+
+    def __init__(self, words: str) -> None:
+        self.in_full = self.name in ("FULL", "TOKENS")
+        self.of_tokens = self.name in ("TOKENS", "ROWS")
+
     @classmethod
     def of(cls, terms: Iterable[Term[Change]], empty: Storage) -> Storage:
         """The storage of an adapter's module with these terms, or of a stored tensor; `empty` if there are none."""
@@ -52,13 +61,6 @@ class Storage(Enum):
             return found.pop()
         # Of several, the one that needs the most; a module that one expert adapts and another holds is adapted.
         return next(storage for storage in (cls.OTHER, cls.VARIANT, cls.LORA, cls.TOKENS) if storage in found)
-
-
-IN_FULL = frozenset({Storage.FULL, Storage.TOKENS})
-"""Modules of adapters of which experts hold the base's own weights, changed, or rows of them."""
-
-OF_TOKENS = frozenset({Storage.TOKENS, Storage.ROWS})
-"""Slots with trained rows of an embedding or head."""
 
 
 @dataclass(frozen=True)
@@ -307,11 +309,6 @@ class Terms:
         for term in self.terms:
             coefficients[term.expert] = coefficients.get(term.expert, 0.0) + term.coefficient
         return coefficients
-
-
-def of_kind(kind: type[_Kind], changes: Mapping[str, Change]) -> dict[str, _Kind]:
-    """The changes of one kind, by name."""
-    return {name: change for name, change in changes.items() if isinstance(change, kind)}
 
 
 def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import adapterswap
-from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS
 from adapterswap.core.companions.companions import CompanionPlan
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
@@ -81,9 +80,9 @@ class Plan:
             depth=Depth(self.num_layers),
             adapters={name: expert for name, expert in self.experts.items() if isinstance(expert, Adapter)},
             checkpoints={name: expert for name, expert in self.experts.items() if isinstance(expert, Checkpoint)},
-            modules={name: slot for name, slot in self.slots.items() if slot.storage not in IN_FULL},
-            saved={name: slot for name, slot in self.slots.items() if slot.storage in IN_FULL},
-            tokens={name: slot for name, slot in self.slots.items() if slot.storage in OF_TOKENS},
+            modules={name: slot for name, slot in self.slots.items() if not slot.storage.in_full},
+            saved={name: slot for name, slot in self.slots.items() if slot.storage.in_full},
+            tokens={name: slot for name, slot in self.slots.items() if slot.storage.of_tokens},
         )
 
     def __iter__(self) -> Iterator[Slot]:

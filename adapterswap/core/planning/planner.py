@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 
-from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS, Change, Storage, Term, Whole, change_of
+from adapterswap.core.changes.kinds import Change, Storage, Term, Whole, change_of
 from adapterswap.core.changes.locations import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.parts import FullModule, Part
@@ -170,7 +170,7 @@ def _plan_of_modules(
 
     vocabularies = settle_vocabulary(filled.slots, ends, adapters, composition, depth.base)
     check(vocabularies, problems)
-    slots = {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.storage in IN_FULL)}
+    slots = {slot.name: slot for slot in sorted(vocabularies.slots, key=lambda slot: slot.storage.in_full)}
     notes = (*depth.notes, *vocabularies.notes)
     plan = Plan(composition, rules, adapters, depth.num_layers, slots, base=depth.base, notes=notes)
     return plan, filled.uncovered
@@ -392,7 +392,7 @@ def merge_plan(plan: Plan, base: Checkpoint) -> Plan:
             continue
 
         # Coefficients of low-rank changes are settled by now, also those of methods like SLERP; see `resolve`.
-        is_settled = planned.is_low_rank or planned.storage in IN_FULL or not planned.terms
+        is_settled = planned.is_low_rank or planned.storage.in_full or not planned.terms
         method = "linear" if planned.is_linear and is_settled else planned.method
         terms = tuple(_entering(plan, having, problems))
         slot = place.slot(terms, planned.weights, planned.rule, planned.requested, method)
@@ -432,7 +432,7 @@ def _resized(slot: Slot, planned: Slot, having: Mapping[str, Located], problems:
         if all(term.expert in having for term in span.terms):
             terms = [term._replace(change=having[term.expert].change) for term in span.terms]
             spans.append(replace(span, terms=tuple(terms)))
-    if spans and planned.storage in OF_TOKENS:
+    if spans and planned.storage.of_tokens:
         return with_rows_of_base(slot, spans, problems)
     if spans:
         return _with_spans(slot, spans)
@@ -480,7 +480,7 @@ def _with_head(
     with the same coefficients.
     """
     head, embedding = slots[tied.head], slots[tied.embedding]
-    if embedding.storage in OF_TOKENS and not head.terms:  # PEFT ties the head to them
+    if embedding.storage.of_tokens and not head.terms:  # PEFT ties the head to them
         stays_tied = True
         on_head = replace(
             head,

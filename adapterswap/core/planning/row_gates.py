@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapterswap.core.changes.kinds import OF_TOKENS
 from adapterswap.core.companions.tokenizer import Tokens, clashes
 from adapterswap.core.model.layers import ModuleName
 from adapterswap.core.planning.composition import Composition
@@ -28,7 +27,7 @@ def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
     if problems:
         return
     for before, slot in zip(made.before, made.slots, strict=True):
-        if before.storage in OF_TOKENS:
+        if before.storage.of_tokens:
             _check_trained_tokens(before, slot, table.tokens, problems)
         elif before.name in made.rows:
             with problems.collect():
@@ -246,7 +245,7 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
     Trained tokens of an embedding also apply to the tied head, unless an adapter changes both. So no other change of an
     embedding or head is allowed, unless the base's config says that they are not tied.
     """
-    trained = [slot for slot in slots if slot.storage in OF_TOKENS]
+    trained = [slot for slot in slots if slot.storage.of_tokens]
     if not trained or (config is not None and config.get("tie_word_embeddings") is False):
         return
     changed = [

@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from adapterswap.core.changes.kinds import IN_FULL, OF_TOKENS, Change, Term, Whole
+from adapterswap.core.changes.kinds import Change, Term, Whole
 from adapterswap.core.companions.tokenizer import Tokens, read_tokens, tokenizer_bytes
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.model.checkpoints import Checkpoint
@@ -181,7 +181,7 @@ def settle_vocabulary(
         changes = {name: by_slot[before.name] for name, by_slot in ends.items() if before.name in by_slot}
         rows = Rows.of(before, changes, table)
         slot, size = before, None
-        if before.storage in OF_TOKENS:
+        if before.storage.of_tokens:
             slot, size = with_trained_rows(before, table.size_of(before))
         elif rows is not None:
             rows_of[before.name] = rows
@@ -239,7 +239,7 @@ def _token_table(
     """The tokens of the base and the experts."""
     unreadable = Problems()
     local = base.local
-    is_needed = base.declared is not None and any(slot.storage in IN_FULL and slot.needs_base for slot in slots)
+    is_needed = base.declared is not None and any(slot.storage.in_full and slot.needs_base for slot in slots)
     if is_needed and base.weights is None and local.config is None:
         with unreadable.collect():
             local = local.fetched(PASS_BASE)[1]

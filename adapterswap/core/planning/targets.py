@@ -13,7 +13,6 @@ from enum import Flag, auto
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
-from adapterswap.core.changes.kinds import IN_FULL
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule, OpaqueModule
@@ -427,7 +426,7 @@ def _beside_a_copy(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("modules other than [these](gguf.md#which-bases)", Target.GGUF)
 def _not_exported(slot: Slot, f: Facts) -> Found:
-    if slot.terms and slot.storage not in IN_FULL and not f.exports(slot):
+    if slot.terms and not slot.storage.in_full and not f.exports(slot):
         yield Culprit(f"{slot.name} cannot be exported for this architecture", f.otherwise)
 
 
@@ -443,7 +442,7 @@ def _tied_to_another(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("modules in full or tokens, by magnitude weights or methods on ΔW", Target.PLAN)
 def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
-    if slot.storage in IN_FULL and slot.rule is not None and slot.rule.combines_sides:
+    if slot.storage.in_full and slot.rule is not None and slot.rule.combines_sides:
         yield Culprit(
             f"{slot.name} {slot.storage.value}, so it cannot be blended by magnitude or by a method on ΔW",
             f"Give it to one expert or explicit weights in its own rule: {{modules: [{slot.name}], expert: NAME}}",
@@ -454,7 +453,7 @@ def in_full_by_a_method(slot: Slot, f: Facts) -> Found:
     "modules in full, averaged with an unchanged one", Target.PLAN, {Target.PLAN: "with `base_model`"}, BaseModelError
 )
 def _needs_the_base(slot: Slot, f: Facts) -> Found:
-    is_averaged = slot.storage in IN_FULL and slot.rule is not None and slot.terms
+    is_averaged = slot.storage.in_full and slot.rule is not None and slot.terms
     if is_averaged and not f.base_at_hand and slot.needs_base:
         yield Culprit(
             f"Averaging {slot.name} with {' and '.join(slot.absent) or 'the base'} needs the base's own weights of "

@@ -28,7 +28,7 @@ from adapterswap.core.changes.opaque import merged
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.base import ExpertRows
 from adapterswap.core.planning.rules import BASE
-from adapterswap.core.planning.slots import BaseShare, Slot, Span
+from adapterswap.core.planning.slots import Slot, Span
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.numbers import Bytes, Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import Tensor
@@ -71,15 +71,11 @@ class SourcePart(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Rows of a weight that is stored: an expert's, or the base's."""
+    """Rows of a weight that is stored, an expert's or the base's: their side, and their coefficient in a sum."""
 
-    term: Term[Whole] | BaseShare
+    side: str
+    coefficient: float
     part: SourcePart
-
-    @property
-    def coefficient(self) -> float:
-        """Its factor in a sum; 0 for a base that other terms are only computed from."""
-        return 0.0 if self.term.coefficient is None else self.term.coefficient
 
 
 class Pair(NamedTuple):
@@ -207,11 +203,10 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     step = max(1, _COMPUTED // columns)
     used: dict[tuple[str, str], Whole] = {}
     for span in slot.ranges:
-        used |= {source: weight for _, source, weight in _stored(slot, span)}
+        used |= _stored(slot, span)
 
     for span in slot.ranges:
-        stored = _stored(slot, span)
-        entering = {source for _, source, _ in stored}
+        entering = _stored(slot, span)
         factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
         origin = span.start if slot.matrices > 1 else 0
         height = span.stop - span.start
@@ -228,8 +223,14 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                 else:
                     reader.skip(expert, change, start * columns, stop * columns)
 
-            rows = tuple(StoredRows(term, parts[source]) for term, source, _ in stored)
-            whole, base = rows[: len(span.whole)], rows[len(span.whole) :]
+            whole = tuple(
+                StoredRows(term.side, term.coefficient, parts[term.expert, term.change.tensor.name])
+                for term in span.whole
+            )
+            base = tuple(
+                StoredRows(share.side, share.coefficient or 0.0, parts[share.expert, weight.tensor.name])
+                for share, weight in zip(span.base, slot.base_of(span), strict=True)
+            )
             opaque = tuple(map(reader.opaque, span.opaque))
             own_factors = () if first else factors
             yield Block(result, span, start, stop, whole, base, own_factors, opaque, origin)
@@ -242,11 +243,12 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
                 reader.skip(expert, change, (height + first) * columns, (height + last) * columns)
 
 
-def _stored(slot: Slot, span: Span) -> list[tuple[Term[Whole] | BaseShare, tuple[str, str], Whole]]:
-    """The stored weights of a span, each with its term, and its expert and its tensor's name; the base comes last."""
-    weights: list[tuple[Term[Whole] | BaseShare, Whole]] = [(term, term.change) for term in span.whole]
-    weights += zip(span.base, slot.base_of(span), strict=True)
-    return [(term, (term.expert, weight.tensor.name), weight) for term, weight in weights]
+def _stored(slot: Slot, span: Span) -> dict[tuple[str, str], Whole]:
+    """The stored weights of a span, by their expert and their tensor's name; the base comes last."""
+    weights = {(term.expert, term.change.tensor.name): term.change for term in span.whole}
+    for share, weight in zip(span.base, slot.base_of(span), strict=True):
+        weights[share.expert, weight.tensor.name] = weight
+    return weights
 
 
 class _Reader:
@@ -453,8 +455,8 @@ def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
             yield coefficient, _numbers(part, (-1,))
         return
 
-    ((_, base_part),) = block.base
-    base = _numbers(base_part, shape)
+    (own,) = block.base
+    base = _numbers(own.part, shape)
     for inputs in block.opaque:
         yield inputs.term.coefficient, inputs.merged(base, slot)
     for rows in block.whole:
@@ -550,24 +552,24 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
                 elif own_share.coefficient:
                     by_side[own_share.side] = np.float32(own_share.coefficient) * _turned(base, is_across)
 
-        def enter(term: Term[Any] | BaseShare, delta: Delta) -> None:
-            share = rule.sides[term.side][term.expert]
+        def enter(side: str, expert: str, delta: Delta) -> None:
+            share = rule.sides[side][expert]
             if share != 1:
                 delta = np.float32(share) * delta
-            if term.side in by_side:
-                delta = by_side[term.side] + delta
-            by_side[term.side] = delta
+            if side in by_side:
+                delta = by_side[side] + delta
+            by_side[side] = delta
 
-        for term, part in block.whole:
-            delta = _numbers(part, place.shape)
+        for rows in block.whole:
+            delta = _numbers(rows.part, place.shape)
             if not on_weights:
                 delta = delta - base
-            enter(term, _turned(delta, is_across))
+            enter(rows.side, rows.part.expert, _turned(delta, is_across))
         for inputs in block.opaque:
             delta = inputs.merged(base, slot, as_delta=not on_weights)
-            enter(inputs.term, _turned(delta, is_across))
+            enter(inputs.term.side, inputs.term.expert, _turned(delta, is_across))
         for pair in block.factors:
-            enter(pair.term, pair.factors(kept_rows).rows())
+            enter(pair.term.side, pair.term.expert, pair.factors(kept_rows).rows())
 
         # In the rule's order, on which some methods depend.
         deltas = {side: by_side[side] for side in slot.weights if side in by_side}

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from adapterswap.core.changes.factors import FactorReader, Factors, row_reader
 from adapterswap.core.changes.joint import Joint
-from adapterswap.core.changes.kinds import IN_FULL, Change, Whole
+from adapterswap.core.changes.kinds import Change, Whole
 from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.parts import LoraModule
@@ -215,7 +215,7 @@ def _joined(parts: list[tuple[float, Factors]]) -> Factors:
 def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
     """The slot with its final coefficients."""
     rule = slot.rule
-    if rule is None or slot.storage in IN_FULL or not (rule.weights or (slot.has_span and slot.is_low_rank)):
+    if rule is None or slot.storage.in_full or not (rule.weights or (slot.has_span and slot.is_low_rank)):
         return slot
 
     if rule.weights:  # divided by the sides' magnitudes, then by their sum if the rule normalizes
