@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.factors import Factors
-from adapterswap.core.changes.kinds import Change, LowRank, Whole
+from adapterswap.core.changes.kinds import Change, LowRank, Whole, of_kind
 from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter, open_adapter
 from adapterswap.core.experts.parts import LoraModule
@@ -461,12 +461,10 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 return room
 
             changes: dict[str, _Change] = {}  # `_stated` refuses other kinds
-            for expert, change in given.items():
-                if isinstance(change, LowRank):
-                    changes[expert] = _low_rank(expert, change, files[change.path], dtype)
-            for expert, change in given.items():
-                if isinstance(change, Whole):
-                    changes[expert] = _replaced(expert, change, files, dtype)
+            for expert, low_rank in of_kind(LowRank, given).items():
+                changes[expert] = _low_rank(expert, low_rank, files[low_rank.path], dtype)
+            for expert, whole in of_kind(Whole, given).items():
+                changes[expert] = _replaced(expert, whole, files, dtype)
             return _Subject(
                 name=name,
                 layer=ours.layer,

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.factors import Factors
-from adapterswap.core.changes.kinds import Whole
+from adapterswap.core.changes.kinds import Whole, of_kind
 from adapterswap.core.changes.locations import locate_all
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys, canonical_key
@@ -307,7 +307,7 @@ def _changes(adapter: Adapter, base: Checkpoint) -> Iterator[tuple[Weight, npt.N
 
     weights = Base.at(base.source.folder, base.name, to_adapt=True)
     places = located[names[0]]
-    full = {key: place.change for key, place in places.items() if isinstance(place.change, Whole)}
+    full = of_kind(Whole, {key: place.change for key, place in places.items()})
     with open_files([adapter.file, *base.shards]) as files:
 
         def read(key: str, change: Whole) -> npt.NDArray[np.float32]:

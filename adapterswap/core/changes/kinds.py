@@ -311,6 +311,11 @@ class Terms:
         return coefficients
 
 
+def of_kind(kind: type[_Kind], changes: Mapping[str, Change]) -> dict[str, _Kind]:
+    """The changes of one kind, by name."""
+    return {name: change for name, change in changes.items() if isinstance(change, kind)}
+
+
 def change_of(part: Part, path: Path, *, transposed: bool = False) -> Change:
     """What a part of an adapter's file does to its module; `transposed` as for `LowRank`."""
     if isinstance(part, LoraModule):
