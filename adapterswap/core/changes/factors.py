@@ -103,8 +103,11 @@ def finite(rows: Matrix, name: str) -> Matrix:
     return rows
 
 
+RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
+
+
 class FactorReader(NamedTuple):
-    """Reads experts' factors of modules from files that are open.
+    """Reads experts' changes of modules from files that are open.
 
     Attributes:
         adapters: by expert.
@@ -125,31 +128,27 @@ class FactorReader(NamedTuple):
         """ΔW = b·a of an expert's module in float32, with the scale in b."""
         return Factors.read(expert, self.files[self.adapters[expert].file.path], module)
 
+    def rows_of(self, expert: str, change: Change) -> RowReader:
+        """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
 
-RowReader = Callable[[Rows, int, int | None], Rows]  # (the base's own rows, start, stop) → the same rows of ΔW
+        Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once,
+        when the function is created.
+        """
+        assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
+        if isinstance(change, LowRank):
+            factors, name = Factors.read(expert, self.files[change.path], change.lora), change.lora.name
+            stored = factors.T if change.transposed else factors
+
+            def product(base_rows: Rows, start: int, stop: int | None) -> Rows:
+                with np.errstate(all="ignore"):  # what overflows is found by `finite`
+                    return finite(stored.rows(start, stop), name)
+
+            return product
+
+        return lambda base_rows, start, stop: change.difference(expert, base_rows, self.files, start, stop)
 
 
 def _read_factors(expert: str, file: int, module: LoraModule) -> Factors:
     """All of A and B, with the scale in B."""
     b = module.b.read_numbers(expert, file)
     return Factors.scaled(module.a.read_numbers(expert, file), b, module.scale, module.name)
-
-
-def row_reader(expert: str, change: Change, files: Mapping[Path, int]) -> RowReader:
-    """A function that reads rows of an expert's dense ΔW, in the orientation in which the model stores the weight.
-
-    Call it with the base's own rows, which are subtracted if the expert has whole weights. Factors are read once, when
-    the function is created.
-    """
-    assert not isinstance(change, Opaque)  # the planner refuses plans that need its rows
-    if isinstance(change, LowRank):
-        factors, name = Factors.read(expert, files[change.path], change.lora), change.lora.name
-        stored = factors.T if change.transposed else factors
-
-        def product(base_rows: Rows, start: int, stop: int | None) -> Rows:
-            with np.errstate(all="ignore"):  # what overflows is found by `finite`
-                return finite(stored.rows(start, stop), name)
-
-        return product
-
-    return lambda base_rows, start, stop: change.difference(expert, base_rows, files, start, stop)

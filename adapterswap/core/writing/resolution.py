@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from adapterswap.core.changes.factors import FactorReader, Factors, row_reader
+from adapterswap.core.changes.factors import FactorReader, Factors
 from adapterswap.core.changes.joint import Joint
 from adapterswap.core.changes.kinds import Change, Whole
 from adapterswap.core.changes.locations import locate_all
@@ -103,6 +103,7 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
 
     total, rows = 0.0, 0
     with open_files(opened) as files:
+        read = FactorReader(adapters, files)
         for key, original in parameters.items():
             # What each expert does to this weight
             changes: dict[str, Change] = {}
@@ -120,15 +121,15 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
                 continue
 
             # The sum of |ΔW| over each row of W as stored, divided by the length of a row of ΔW
-            readers = [(np.float32(shares[name]), row_reader(name, change, files)) for name, change in changes.items()]
+            readers = [(np.float32(shares[name]), read.rows_of(name, change)) for name, change in changes.items()]
             base_weight = Whole.of(original.path, original.tensor)
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if base.is_transposed(key) else count
             for start, stop in row_ranges(count, max(1, _ELEMENTS // columns)):
                 rows_of_base = base_weight.read_rows(BASE, files, start, stop)
                 delta = np.zeros_like(rows_of_base)
-                for share, read in readers:
-                    delta += share * read(rows_of_base, start, stop)
+                for share, rows_of in readers:
+                    delta += share * rows_of(rows_of_base, start, stop)
                 total += float(np.abs(delta).sum(dtype=np.float64)) / (columns * count // outputs)
             rows += outputs
     return total / rows
