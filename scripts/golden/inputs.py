@@ -26,7 +26,10 @@ Job = dict[str, Any]
 
 ROOT = Path(inspect.getfile(importlib.import_module("adapterswap"))).parents[1]  # the frozen checkout
 
-FACTORY = SimpleNamespace(mktemp=lambda name, **_: _new(Path.cwd() / "fixtures" / name))  # in place of pytest's
+FACTORY = SimpleNamespace(  # in place of pytest's
+    mktemp=lambda name, **_: _new(Path.cwd() / "fixtures" / name),
+    getbasetemp=lambda: _new(Path.cwd() / "fixtures" / "shared"),
+)
 MATRIX_ALSO = ("inspect", "diff", "convert", "export", "verify", "extract")  # on every pair; "full" results are swaps
 
 NUMBERS = ("-1", "0", "1", "3", "6", "99", "0.5", "-0.5", "2.5", "nan", "inf", "1e308", "x", "")
