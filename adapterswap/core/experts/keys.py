@@ -155,7 +155,9 @@ _DOUBLE = re.compile(r"(?P<module>.+?)\.(?:original_module|modules_to_save)\.(?P
 _WRAPPED = re.compile(r"(?P<module>.+?)\.modules_to_save\.(?:default\.)?(?P<end>[^.]+)")
 
 _FACTOR_NAMES = ("A", "B", "embedding_A", "embedding_B")
-_FACTOR = re.compile(r"(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?")
+_FACTOR = re.compile(
+    rf"{re.escape(_PREFIX)}(?P<name>.+)\.lora_(?P<embedding>embedding_)?(?P<factor>[AB])(?P<weight>\.weight)?"
+)
 
 _OF_TOKENS = f".token_adapter.{_COPY}"  # the embedding or head whose rows were trained
 
@@ -340,9 +342,20 @@ def sort_keys(
     tensors: dict[str, dict[str, dict[str, Tensor]]] = {"part": {}, "saved": {}, "shared": {}, "double": {}}
     unknown = []
     for stored, tensor in file.tensors.items():
-        place = rules.place(canonical[stored])
+        key = canonical[stored]
+
+        # A factor, as nearly all are: an embedding's has no `.weight` at its end, a module's has.
+        factor = None
+        if kind is None:
+            factor = _FACTOR.fullmatch(key)
+        if factor and bool(factor["embedding"]) != bool(factor["weight"]):
+            name = (factor["embedding"] or "") + factor["factor"]
+            tensors["part"].setdefault(factor["name"], {})[name] = tensor
+            continue
+
+        place = rules.place(key)
         if place is None:
-            unknown.append(canonical[stored])
+            unknown.append(key)
         else:
             use, module, name = place
             tensors[use].setdefault(module, {})[name] = tensor
@@ -351,15 +364,24 @@ def sort_keys(
 
     # A and B come in pairs; tensors of other kinds stay as they are.
     parts: dict[str, PartTensors] = {}
-    for name, own_tensors in tensors["part"].items():
-        if _COPY in own_tensors and own_tensors.keys().isdisjoint(_FACTOR_NAMES):
+    for name, own in tensors["part"].items():
+        factors = [part for part in _FACTOR_NAMES if part in own]
+        if _COPY in own and not factors:
             _refuse_copy(f"{name}.{_COPY}", problems)
-        elif kind is not None:
-            parts[name] = own_tensors
+            continue
+        if kind is not None:
+            parts[name] = own
+            continue
+
+        a, b = _FACTOR_NAMES[:2]
+        if factors and factors[-1] in _FACTOR_NAMES[2:]:
+            a, b = _FACTOR_NAMES[2:]
+        if factors == [a, b]:
+            extras = {part: tensor for part, tensor in own.items() if part in LORA_PARTS}
+            parts[name] = FactorTensors(own[a], own[b], a != "A", own.get(_COPY), extras)
         else:
-            factors = _pair_factors(name, own_tensors, problems)
-            if factors is not None:
-                parts[name] = factors
+            missing = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in own) or "one pair of factors"
+            problems.add(f"{name} has no {missing}", "Save the adapter again: A and B come in pairs")
 
     saved = tensors["saved"]
     names = [*parts]
@@ -381,7 +403,9 @@ class _Rules(NamedTuple):
     tokens: bool
 
     def place(self, key: str) -> tuple[Literal["part", "saved", "shared", "double"], str, str] | None:
-        """What a tensor is, its module, and its name within the module; None if it is unknown or refused."""
+        """What a tensor other than a factor is, its module, and its name within the module; None if it is unknown or
+        refused.
+        """
         kind, name = self.kind, key.removeprefix(_PREFIX)
         if name == key:
             shared = key.removeprefix(_ROOT)
@@ -389,14 +413,7 @@ class _Rules(NamedTuple):
                 return None
             return "shared", "", shared
 
-        # A factor: an embedding's has no `.weight` at its end, a module's has.
-        factor = None
-        if kind is None:
-            factor = _FACTOR.fullmatch(name)
-        if factor and bool(factor["embedding"]) != bool(factor["weight"]):
-            return "part", factor["name"], (factor["embedding"] or "") + factor["factor"]
-
-        # Another tensor that PEFT's layers hold
+        # A tensor that PEFT's layers hold
         if self.tokens and name.endswith(f".{TOKENS}"):
             return "saved", name.removesuffix(f".{TOKENS}"), TOKENS
         own_parts = LORA_PARTS if kind is None else kind.parts
@@ -434,21 +451,6 @@ def _saved_module(name: str, ends: tuple[str, ...]) -> str | None:
         start = name[: dot.start()]
         if start.endswith(ends):
             return start
-    return None
-
-
-def _pair_factors(name: str, tensors: Mapping[str, Tensor], problems: Problems) -> FactorTensors | None:
-    """A module's factors, from the tensors of LoRA that the file has for it; None if some are missing."""
-    factors = [part for part in _FACTOR_NAMES if part in tensors]
-    a, b = _FACTOR_NAMES[:2]
-    if factors and factors[-1] in _FACTOR_NAMES[2:]:
-        a, b = _FACTOR_NAMES[2:]
-
-    if factors == [a, b]:
-        extras = {part: tensor for part, tensor in tensors.items() if part in LORA_PARTS}
-        return FactorTensors(tensors[a], tensors[b], a != "A", tensors.get(_COPY), extras)
-    missing = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in tensors)
-    problems.add(f"{name} has no {missing or 'one pair of factors'}", "Save the adapter again: A and B come in pairs")
     return None
 
 

@@ -306,7 +306,8 @@ def unusual(plan: Plan) -> list[str]:
         lines.append(f"{name} in {where}layers {format_layers(layers)}: {remark}")
 
     # Layers without modules; blocks that several layers share are in no layer
-    shared = next(filter(None, (ModuleName(name).shared_list for name in plan.modules)), None)
+    outside = [ModuleName(slot.name) for slot in plan.modules.values() if slot.layer is None]
+    shared = next(filter(None, (name.shared_list for name in outside)), None)
     if shared is not None:
         lines.append(f"several layers share each block of {shared}, so its modules are outside the layers")
     elif not plan.is_model:

@@ -19,7 +19,6 @@ from adapterswap import __version__
 from adapterswap.core.experts.keys import LORA
 from adapterswap.core.methods.registry import find_method
 from adapterswap.core.model.checkpoints import Checkpoint
-from adapterswap.core.model.sources import Source
 from adapterswap.core.planning.composition import ZONES
 from adapterswap.core.planning.describe import error_text
 from adapterswap.core.planning.plan import Plan
@@ -338,6 +337,12 @@ def _experts_table(plan: Plan, licences: Licences) -> str:
     roles = dict.fromkeys(plan.composition.task, "task") | dict.fromkeys(plan.composition.language, "language")
     rows = [("expert", "from", "kind", "role", "rank", "licence"), ("---",) * 6]
     for name, expert in plan.experts.items():
+        # Where it is from, with a link to its commit if that is on the Hub
+        source = expert.source
+        link = escaped(source.name)
+        if source.revision is not None:
+            link = f"[{link}]({_HUB}/{source.name}/tree/{source.revision}) at `{source.revision[:12]}`"
+
         kind, rank = "full checkpoint", "–"
         adapter = plan.adapters.get(name)
         if adapter is not None:
@@ -350,16 +355,9 @@ def _experts_table(plan: Plan, licences: Licences) -> str:
 
         licence = licences.stated[name]
         licence_text = "not stated" if licence is None else escaped(str(licence))
-        rows.append((escaped(name), _link(expert.source), kind, roles.get(name, "–"), rank, licence_text))
+        rows.append((escaped(name), link, kind, roles.get(name, "–"), rank, licence_text))
 
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _link(source: Source) -> str:
-    """A source's name, with a link to its commit if it is from the Hub."""
-    if source.revision is None:
-        return escaped(source.name)
-    return f"[{escaped(source.name)}]({_HUB}/{source.name}/tree/{source.revision}) at `{source.revision[:12]}`"
 
 
 def _layers(plan: Plan) -> str:

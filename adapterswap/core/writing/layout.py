@@ -91,7 +91,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
     # Everything else: magnitudes and biases, copies of the base's embedding, modules trained in full
     variant = variant_settings(modules)
     for module in modules if variant else ():
-        tensors += variant_tensors(module, shapes[module.name], variant, _like(module, plan))
+        like = module.loras[0] if module.terms else _of_another(module, plan)
+        tensors += variant_tensors(module, shapes[module.name], variant, like)
     for module in modules:
         tensors += _base_copy(module)
     for saved_module in plan.saved.values():
@@ -217,7 +218,7 @@ def _shape(module: Slot, rank: int, is_reduced: bool, rslora: bool, common: floa
 
 def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTensor]:
     """A and B of a module that is copied or concatenated."""
-    first = _like(module, resolved.plan)
+    first = module.loras[0] if module.terms else _of_another(module, resolved.plan)
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     dtype_of_all = dtypes.pop() if len(dtypes) == 1 else "F32"
 
@@ -241,7 +242,9 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
     sizes = ((shape.rank, first.in_features), (first.out_features, shape.rank))
     for axis, (key, pieces) in enumerate(zip(first.keys, (a_pieces, b_pieces), strict=True)):
         dtype = pieces[0].tensor.dtype if module.owner and pieces else dtype_of_all
-        factors.append(OutputTensor(key, _wide_enough(dtype, pieces), sizes[axis], axis, tuple(pieces)))
+        if dtype == "F16" and _are_small(pieces):
+            dtype = "F32"
+        factors.append(OutputTensor(key, dtype, sizes[axis], axis, tuple(pieces)))
     return factors
 
 
@@ -256,8 +259,10 @@ def _fused(
     key_a, key_b = written_keys(first, plan)
 
     def factor(key: str, pieces: tuple[Piece, ...], stored: tuple[int, int], view: tuple[int, ...]) -> OutputTensor:
-        kind = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
-        return OutputTensor(key, _wide_enough(kind, pieces), stored, 1, pieces, view=view)
+        own_dtype = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
+        if own_dtype == "F16" and _are_small(pieces):
+            own_dtype = "F32"
+        return OutputTensor(key, own_dtype, stored, 1, pieces, view=view)
 
     def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
         return piece._replace(tensor=replace(piece.tensor, shape=dims))
@@ -269,11 +274,9 @@ def _fused(
     yield factor(key_b, b, (out, shape.rank * count), (out, shape.rank, count))
 
 
-def _wide_enough(dtype: str, pieces: Sequence[Piece]) -> str:
-    """The dtype of a factor: float32 in place of float16 if all its numbers become much smaller."""
-    if dtype == "F16" and pieces and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces):
-        return "F32"
-    return dtype
+def _are_small(pieces: Sequence[Piece]) -> bool:
+    """Whether all numbers of a factor become so much smaller that float16 would lose digits."""
+    return bool(pieces) and all(abs(piece.factor) < _LEAST_FACTOR for piece in pieces)
 
 
 def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
@@ -290,10 +293,8 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
     return ModuleKeys(layer).part("lora_A.weight"), ModuleKeys(layer).part("lora_B.weight")
 
 
-def _like(module: Slot, plan: Plan) -> LoraModule:
-    """The first LoRA of a slot; if it has none, that of an expert that does not take part, under the slot's name."""
-    if module.terms:
-        return module.loras[0]
+def _of_another(module: Slot, plan: Plan) -> LoraModule:
+    """For a slot without terms: the LoRA of an expert that does not take part, under the slot's name."""
     candidates = [adapter.modules.get(module.module) for adapter in plan.adapters.values()]
     return replace(next(filter(None, candidates)), name=module.name)
 

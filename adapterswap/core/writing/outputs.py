@@ -262,11 +262,6 @@ class Piece(NamedTuple):
     cut: tuple[int, int] | None = None
 
     @property
-    def is_unchanged(self) -> bool:
-        """Whether it is the whole tensor as it stands in the file."""
-        return self.factor == 1 and self.rows is None and self.cut is None
-
-    @property
     def source(self) -> Tensor:
         """The tensor, or only its rows in `cut`."""
         if self.cut is None:
@@ -314,7 +309,11 @@ class OutputTensor:
         is_alone = len(self.pieces) == 1 and self.pieces[0].tensor.shape == (self.view or self.shape)
         if not is_alone and self.axis != 0:
             return False
-        return all(piece.is_unchanged and piece.tensor.dtype == self.dtype for piece in self.pieces)
+        for piece in self.pieces:
+            is_whole = piece.rows is None and piece.cut is None
+            if piece.factor != 1 or not is_whole or piece.tensor.dtype != self.dtype:
+                return False
+        return True
 
     @property
     def alone(self) -> Piece | None:
