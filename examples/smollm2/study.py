@@ -513,22 +513,33 @@ class Tables:
         return lines
 
     def both_skills(self) -> list[str]:
-        """For each language: English readings of its sentences, math in English, and math in the language."""
+        """For each language: English readings of its sentences, math in English, and math in the language.
+
+        A row's three scores are means over the same pairs, those of which all three are there.
+        """
         heads = [
             f"{NAMES[language]} read | math in English | math in {NAMES[language]}" for language in LANGUAGES
         ]  # fmt: skip
-        lines = [f"| | {' | '.join(heads)} |", "|---|" + "---:|---:|---:|" * len(LANGUAGES)]
+        lines = [f"| | pairs | {' | '.join(heads)} |", "|---|---:|" + "---:|---:|---:|" * len(LANGUAGES)]
 
         for row in BOTH_SKILLS:
-            cells = []
-            for language in LANGUAGES:
-                asked = [(f"translations_{language}", "usual"), ("new_en", PRIMARY), (f"new_{language}", PRIMARY)]
-                for test, metric in asked:
-                    pairs = self.pairs(row, language, test=test, metric=metric)
-                    cells.append(short(np.mean(list(pairs.values()))) if pairs else "–")
+            cells: list[str] = []
+            number = 0
 
-            if set(cells) != {"–"}:
-                lines.append(f"| {row} | {' | '.join(cells)} |")
+            for language in LANGUAGES:
+                scores = [
+                    self.pairs(row, language, test=f"translations_{language}", metric="usual"),
+                    self.pairs(row, language, test="new_en"),
+                    self.pairs(row, language),
+                ]
+                whole = set.intersection(*(set(found) for found in scores))
+                number = max(number, len(whole))
+
+                for found in scores:
+                    cells.append(short(np.mean([found[pair] for pair in whole])) if whole else "–")
+
+            if number:
+                lines.append(f"| {row} | {'' if row == 'base' else number} | {' | '.join(cells)} |")
 
         return lines
 

@@ -197,6 +197,21 @@ def test_settings_are_those_with_the_best_development_mean() -> None:
     assert study["chosen_settings"](results) == {"weight": 0.7, "bottom": 6}  # of equals the first
 
 
+def test_both_skills_are_of_the_same_pairs(content: dict[str, Any]) -> None:
+    """A pair whose translations are not scored is not in the row's math scores either."""
+    study = script("study")
+    whole = "math-3+french-3@bottom=8,top=0"
+    for pair in range(5):
+        composition = f"math-{pair}+french-{pair}@bottom=8,top=0"
+        if composition != whole:
+            del content["marks"][composition]["translations_fr"]
+
+    (line,) = (line for line in study["Tables"](content).both_skills() if line.startswith("| layer swap"))
+    asked = (("translations_fr", "usual"), ("new_en", "equal"), ("new_fr", "equal"))
+    shares = [study["share"](content["marks"][whole][test][metric]) for test, metric in asked]
+    assert line.split(" | ")[2:5] == [f"{share:.3f}" for share in shares]
+
+
 def test_tables_have_what_is_scored(content: dict[str, Any]) -> None:
     study = script("study")
     rows, questions, both = study["tables"](content)
