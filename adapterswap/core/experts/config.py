@@ -68,10 +68,12 @@ class Matcher:
             if pattern not in self._compiled:
                 _check(pattern)
                 self._compiled[pattern] = regex.compile(pattern)
+
+            compiled = self._compiled[pattern]
             seconds_left = self._deadline - time.monotonic()
             if seconds_left > 0:
-                compiled = self._compiled[pattern]
-                return (compiled.fullmatch if whole else compiled.match)(name, timeout=seconds_left)
+                match = compiled.fullmatch if whole else compiled.match
+                return match(name, timeout=seconds_left)
         except regex.error as error:
             raise ValueError(f"{shown(pattern)} is not a valid regex: {error}") from None
         except TimeoutError:
@@ -108,11 +110,14 @@ class Patterns(Generic[_Value]):
         if len(regexes) > _MAX_REGEXES or size > _MAX_CHARACTERS:
             bounds = f"{_MAX_REGEXES} of {_MAX_CHARACTERS} characters"
             raise ValueError(f"it holds {len(regexes)} regexes of {size} characters; at most {bounds} are allowed")
+
         for key in self.values:
             if len(key) > _MAX_LENGTH:
                 raise ValueError(f"the key {shown(key)} is longer than {_MAX_LENGTH} characters")
+
+        # Alone, and then where PEFT inserts it: `a)(b` is valid only there.
         for key in regexes:
-            _check(key)  # alone, and then where PEFT inserts it
+            _check(key)
             _check(_in_peft(key))
 
     def get(self, name: str, default: _Value) -> _Value:
@@ -124,7 +129,9 @@ class Patterns(Generic[_Value]):
 
     def of(self, names: Collection[str], default: _Value) -> dict[str, _Value]:
         """The value of each of these modules; see `get`."""
-        return {name: self.get(name, default) for name in names} if self.values else dict.fromkeys(names, default)
+        if not self.values:
+            return dict.fromkeys(names, default)
+        return {name: self.get(name, default) for name in names}
 
     def check(self, names: Collection[str]) -> None:
         """Resolve all these names, or raise a ValueError if that takes longer than ten seconds."""
@@ -132,6 +139,7 @@ class Patterns(Generic[_Value]):
             return
         if len(self.values) * len(names) > _MAX_PAIRS:
             raise ValueError(f"its {len(self.values)} keys take too long to match with {len(names)} modules")
+
         match = Matcher()
         for name in names:
             if name not in self._resolved:
@@ -145,9 +153,12 @@ def _in_peft(key: str) -> str:
 def _matches(key: str, name: str, match: Matcher) -> bool:
     if not is_plain(key):
         return match(_in_peft(key), name) is not None
+
+    # A plain key is the end of the name, from the beginning of a segment on.
     start = len(name) - len(key)
-    if start < 0 or (start and name[start - 1] != "."):
+    if start < 0 or (start > 0 and name[start - 1] != "."):
         return False
+    # It is still a regex: its dots match any character.
     return all(expected in (char, ".") for expected, char in zip(key, name[start:], strict=True))
 
 
@@ -184,23 +195,28 @@ class Targets(NamedTuple):
     @property
     def depend_on_base(self) -> bool:
         """Whether the targets depend on the other modules or the type of the base."""
-        if self.modules is None or isinstance(self.modules, str):
-            return self.modules is None or self.modules.lower() == _ALL_LINEAR
+        if self.modules is None:
+            return True
+        if isinstance(self.modules, str):
+            return self.modules.lower() == _ALL_LINEAR
         return self.layers is not None and len(self.modules) > _MOST_NAMES
 
     def loaded(self, names: Iterable[str]) -> set[str]:
         """The modules of `names` (full names) for which PEFT would load LoRA factors."""
+        # Nearly all configs list the last segments of names, and no more.
         ends = self.modules
         restricted = self.excluded is not None or self.saved or self.layers is not None
         if isinstance(ends, frozenset) and not restricted and not any("." in end for end in ends):
-            return {name for name in names if name.rpartition(".")[2] in ends}  # as in nearly all configs
+            return {name for name in names if name.rpartition(".")[2] in ends}
+
         match = Matcher()
         return {name for name in names if self._loads(name, match)}
 
     def are_feedforward(self, names: Iterable[str]) -> set[str]:
         """The modules of `names` whose inputs (IA)³ scales; raises as `loaded` does."""
-        match, ends = Matcher(), self.feedforward or ()
+        ends = self.feedforward or ()
         if isinstance(ends, str):
+            match = Matcher()
             return {name for name in names if match(ends, name)}
         return {name for name in names if name.endswith(tuple(ends))}
 
@@ -211,16 +227,22 @@ class Targets(NamedTuple):
             return False
         if self.modules is None:
             return True
-        if isinstance(self.modules, str) or name in self.modules:  # PEFT checks layers only for ends of names
-            return _selected(self.modules, name, match)
-        return _selected(self.modules, name, match) and (self.layers is None or self._layer(name, match) in self.layers)
+        if not _selected(self.modules, name, match):
+            return False
+
+        # PEFT checks layers only for ends of names.
+        if self.layers is None or isinstance(self.modules, str) or name in self.modules:
+            return True
+        return self._layer(name, match) in self.layers
 
     def _layer(self, name: str, match: Matcher) -> int | None:
         """The number that PEFT takes for the layer of `name`."""
         patterns = [rf"(?:^|.*?\.){container}\.(?P<idx>\d+)\." for container in self.containers] or [_ANY_LAYER]
         for pattern in patterns:
-            if layer_match := match(pattern, name, whole=False):
-                return None if layer_match["idx"] is None else int(layer_match["idx"])
+            layer_match = match(pattern, name, whole=False)
+            if layer_match:
+                number = layer_match["idx"]  # None if the container is itself a regex, such as `a|b`
+                return None if number is None else int(number)
         return None
 
 
@@ -229,7 +251,8 @@ def read_targets(content: Mapping[str, Any], where: str, problems: Problems, kin
 
     `kind` is the kind of the adapter; None for LoRA.
     """
-    content = {key: value for key, value in content.items() if kind is None or key not in kind.ignored}
+    if kind is not None:
+        content = {key: value for key, value in content.items() if key not in kind.ignored}
 
     def names(key: str) -> frozenset[str] | str | None:
         value = content.get(key)
@@ -252,27 +275,40 @@ def read_targets(content: Mapping[str, Any], where: str, problems: Problems, kin
         problems.add(f"{where}: {key} is {shown(value)}, which is not a list of layers", "Save the adapter again")
         return None
 
-    saved, lists = content.get("modules_to_save"), content.get("layers_pattern") or ()
-    ordered = names("layers_pattern") and ((lists,) if isinstance(lists, str) else tuple(lists))
-    targets = Targets(
-        modules=names("target_modules"),
-        excluded=names("exclude_modules"),
-        saved=(
-            *(name for name in (saved if isinstance(saved, list) else ()) if isinstance(name, str)),
-            *TASK_HEADS.get(str(content.get("task_type")), ()),
-        ),
-        layers=numbers("layers_to_transform"),
-        containers=ordered or (),
-        feedforward=names("feedforward_modules") if kind and "feedforward_modules" in kind.inert else None,
-    )
-    if (
-        isinstance(targets.modules, frozenset)
-        and isinstance(targets.feedforward, frozenset)
-        and not targets.feedforward <= targets.modules
-    ):
-        problems.add(f"{where}: feedforward_modules has names that target_modules lacks", "Save the adapter again")
+    # The set of names says that the value is one; the first that matches counts, so their order is taken from the file.
+    containers: tuple[str, ...] = ()
+    if names("layers_pattern"):
+        pattern = content["layers_pattern"]
+        containers = (pattern,) if isinstance(pattern, str) else tuple(pattern)
+
+    modules = names("target_modules")
+    excluded = names("exclude_modules")
+    layers = numbers("layers_to_transform")
+    feedforward = None
+    if kind is not None and "feedforward_modules" in kind.inert:
+        feedforward = names("feedforward_modules")
+
+    # Another value than a list is reported where `modules_to_save` itself is read.
+    saved = content.get("modules_to_save")
+    saved_names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+    saved_names += TASK_HEADS.get(str(content.get("task_type")), ())
+
+    targets = Targets(modules, excluded, tuple(saved_names), layers, containers, feedforward)
     layer_keys = [key for key in ("layers_to_transform", "layers_pattern") if content.get(key) is not None]
-    if isinstance(targets.modules, str) and layer_keys and (kind is None or kind.only_lists):
+    _check_targets(targets, layer_keys, where, problems, kind)
+    return targets
+
+
+def _check_targets(
+    targets: Targets, layer_keys: list[str], where: str, problems: Problems, kind: PeftKind | None
+) -> None:
+    """Report targets that contradict each other; `layer_keys` are the keys of layers that the config sets."""
+    modules, feedforward = targets.modules, targets.feedforward
+    if isinstance(modules, frozenset) and isinstance(feedforward, frozenset) and not feedforward <= modules:
+        problems.add(f"{where}: feedforward_modules has names that target_modules lacks", "Save the adapter again")
+
+    only_lists = kind is None or kind.only_lists
+    if only_lists and layer_keys and isinstance(modules, str):
         problems.add(
             f"{where}: {layer_keys[0]} is set beside a regex in target_modules, which PEFT cannot load",
             "Name the modules in a list, or leave the layers to the regex",
@@ -282,7 +318,6 @@ def read_targets(content: Mapping[str, Any], where: str, problems: Problems, kin
             f"{where}: layers_pattern is set without layers_to_transform, which PEFT cannot load",
             "Remove it, or name the layers in layers_to_transform",
         )
-    return targets
 
 
 def _selected(selection: frozenset[str] | str, name: str, match: Matcher) -> bool:
@@ -331,7 +366,9 @@ _SIMPLER = "Write the patterns as plain module names"
 def version_of(text: Any) -> tuple[int, int]:
     """The first two numbers of PEFT's version; 0.0 if a config does not say it."""
     match = re.match(r"(\d+)\.(\d+)", str(text))
-    return (int(match[1]), int(match[2])) if match else (0, 0)
+    if match is None:
+        return (0, 0)
+    return (int(match[1]), int(match[2]))
 
 
 def scale(rank: int, alpha: float, rslora: bool) -> float:
@@ -395,7 +432,9 @@ class AdapterConfig:
     @property
     def base_reference(self) -> str | None:
         """Where to find the base: what it names, at its revision."""
-        return self.base_model and Reference(self.base_model).at(self.revision)
+        if self.base_model is None:
+            return None
+        return Reference(self.base_model).at(self.revision)
 
     @property
     def title(self) -> str:
@@ -404,7 +443,9 @@ class AdapterConfig:
             return TRAINED_TOKENS.title
         if self.peft_type != LORA:
             return KINDS[self.peft_type].title
-        return DORA if self.dora else LORA_BIAS if self.lora_bias else "LoRA"
+        if self.dora:
+            return DORA
+        return LORA_BIAS if self.lora_bias else "LoRA"
 
     def values_of(self, module: str) -> dict[str, Any]:
         """For another kind than LoRA: the module's values of the settings that may differ between modules."""
@@ -418,9 +459,14 @@ class AdapterConfig:
     def holds_regexes(self) -> bool:
         """Whether it holds other regexes than plain names, which PEFT would run without a time limit."""
         targets = self.targets
-        texts = [text for text in (targets.modules, targets.excluded, targets.feedforward) if isinstance(text, str)]
-        texts += [*targets.saved, *targets.containers, *self.rank_pattern.values, *self.alpha_pattern.values]
-        return not all(map(is_plain, [*texts, *(key for pattern in self.patterns.values() for key in pattern.values)]))
+        texts = [*targets.saved, *targets.containers]
+        for selection in (targets.modules, targets.excluded, targets.feedforward):
+            if isinstance(selection, str):
+                texts.append(selection)
+        patterns: list[Patterns[Any]] = [self.rank_pattern, self.alpha_pattern, *self.patterns.values()]
+        for pattern in patterns:
+            texts += pattern.values
+        return not all(map(is_plain, texts))
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """The trained rows of an embedding or head, by the first matching name; empty if the config names none."""
@@ -436,15 +482,17 @@ class AdapterConfig:
             except ValueError as error:
                 problems.add(f"{key} of the adapter for {self.base_model}: {error}", _SIMPLER)
         problems.raise_if_any()
+
         return self.rank_pattern.of(modules, self.rank), self.alpha_pattern.of(modules, self.alpha)
 
     @staticmethod
     def check_written(config: Mapping[str, Any]) -> None:
         """Check that `read` would accept the ranks and alphas of a config that is about to be written."""
-        for key, pattern, fits, bounds in (
+        bounded = (
             ("r", "rank_pattern", _is_rank, _RANK),
             ("lora_alpha", "alpha_pattern", _is_alpha, _ALPHA),
-        ):
+        )
+        for key, pattern, fits, bounds in bounded:
             for value in (config[key], *config[pattern].values()):
                 if not fits(value):
                     raise UnsupportedError(
@@ -457,18 +505,20 @@ class AdapterConfig:
     def parse(raw: bytes, where: str) -> AdapterConfig:
         """Parse the content of an adapter_config.json; `where` is its name in messages."""
         content = parse_json(raw, where, "Save or download the adapter again")
-        problems = Problems(ExpertError)
         sha256 = hashlib.sha256(raw).hexdigest()
+        problems = Problems(ExpertError)
+
         kind = content.get("peft_type")
-        if isinstance(kind, str) and kind in KINDS:
-            config = _read_kind(content, where, sha256, problems)
-        elif kind == TRAINABLE_TOKENS:
-            config = _read_tokens(content, where, sha256, problems)
-        else:
-            if kind != LORA:
-                raise _refused_kind(kind, where)
+        if kind == LORA:
             check(Settings(content, where), problems)
             config = _read(content, where, sha256, problems)
+        elif kind == TRAINABLE_TOKENS:
+            config = _read_tokens(content, where, sha256, problems)
+        elif isinstance(kind, str) and kind in KINDS:
+            config = _read_kind(content, where, sha256, problems)
+        else:
+            raise _refused_kind(kind, where)
+
         problems.raise_if_any()
         return config
 
@@ -476,20 +526,18 @@ class AdapterConfig:
     def read(path: str | Path) -> AdapterConfig:
         """Read an adapter_config.json."""
         path = Path(path)
-        return AdapterConfig.parse(
-            read_small(path, "Pass a PEFT adapter: a folder with adapter_config.json"), str(path)
-        )
+        raw = read_small(path, "Pass a PEFT adapter: a folder with adapter_config.json")
+        return AdapterConfig.parse(raw, str(path))
 
 
 def _refused_kind(kind: Any, where: str) -> AdapterswapError:
     """The error for a kind of adapter that cannot be composed module by module."""
     if not isinstance(kind, str):
         return ExpertError(f"{where}: peft_type is {shown(kind)}", "Pass a PEFT adapter")
-    reason = (
-        f"{kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}"
-        if kind in REFUSED_KINDS
-        else f"{shown(kind)}, and it is unknown whether its modules are independent of each other"
-    )
+
+    reason = f"{shown(kind)}, and it is unknown whether its modules are independent of each other"
+    if kind in REFUSED_KINDS:
+        reason = f"{kind}, which cannot be composed module by module: {REFUSED_KINDS[kind]}"
     return UnsupportedError(f"{where}: peft_type is {reason}", f"Use LoRA adapters, or one of {', '.join(KINDS)}")
 
 
@@ -502,20 +550,28 @@ def _unknown(
     because that version may give them a meaning.
     """
     unknown = tuple(sorted(key for key in content.keys() - known_keys if content[key]))
-    if unknown and (version := version_of(content.get("peft_version"))) > _PEFT:
-        for key in unknown:
-            problems.add(
-                f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "
-                f"{version[0]}.{version[1]}",
-                "Remove the key if it does not, or use a version of adapterswap that knows it",
-                kind=UnsupportedError,
-            )
+    version = version_of(content.get("peft_version"))
+    if version <= _PEFT:
+        return unknown
+
+    for key in unknown:
+        problems.add(
+            f"{where}: the key {shown(key)} is unknown here, but may change what the adapter computes in PEFT "
+            f"{version[0]}.{version[1]}",
+            "Remove the key if it does not, or use a version of adapterswap that knows it",
+            kind=UnsupportedError,
+        )
     return unknown
 
 
 def _read(
     content: dict[str, Any], where: str, sha256: str, problems: Problems, kind: PeftKind | None = None
 ) -> AdapterConfig:
+    """The keys that are read one by one; each value that is not as it must be is reported, and counts as missing.
+
+    `kind` is the kind of the adapter; None for LoRA.
+    """
+
     def value(key: str, default: Any, accept: Any, rule: str) -> Any:
         entry = content.get(key)
         if entry is None:
@@ -535,9 +591,11 @@ def _read(
             problems.add(f"{where}: {key}: {error}", _SIMPLER)
             return Patterns()
 
+    # These change nothing in a trained adapter, but PEFT does not load other values.
     value("lora_dropout", 0, lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1")
     for key in ("corda_config", "eva_config", "lora_ga_config"):
         value(key, {}, lambda v: isinstance(v, dict), "an object or null")
+
     return AdapterConfig(
         base_model=value("base_model_name_or_path", None, _is_text, "a printable path, a Hub id or null"),
         revision=value("revision", None, _is_text, "a revision or null"),
@@ -569,16 +627,22 @@ def _read(
 
 def _refuse_settings(content: Mapping[str, Any], where: str, problems: Problems) -> None:
     """Report settings of another kind that PEFT refuses."""
-    kind, version = content["peft_type"], version_of(content.get("peft_version"))
     remedy = "Train the adapter again with this version of PEFT"
-    if kind == "OFT" and "oft_block_size" not in content:
-        problems.add(f"{where}: there is no oft_block_size: PEFT cannot load OFT of versions before 0.14", remedy)
-    elif kind == "OFT" and bool(content.get("r", 0)) == bool(content["oft_block_size"]):
-        problems.add(f"{where}: exactly one of r and oft_block_size must be other than 0", "Correct it")
-    if kind == "OFT" and content.get("use_cayley_neumann") and version < (0, 18):
-        problems.add(f"{where}: PEFT cannot load OFT with use_cayley_neumann of versions before 0.18", remedy)
-    if kind == "BOFT" and bool(content.get("boft_block_size", 4)) == bool(content.get("boft_block_num", 0)):
-        problems.add(f"{where}: exactly one of boft_block_size and boft_block_num must be other than 0", "Correct it")
+    if content["peft_type"] == "OFT":
+        if "oft_block_size" not in content:
+            problems.add(f"{where}: there is no oft_block_size: PEFT cannot load OFT of versions before 0.14", remedy)
+        elif bool(content.get("r", 0)) == bool(content["oft_block_size"]):
+            problems.add(f"{where}: exactly one of r and oft_block_size must be other than 0", "Correct it")
+
+        if content.get("use_cayley_neumann") and version_of(content.get("peft_version")) < (0, 18):
+            problems.add(f"{where}: PEFT cannot load OFT with use_cayley_neumann of versions before 0.18", remedy)
+
+    if content["peft_type"] == "BOFT":
+        size, number = content.get("boft_block_size", 4), content.get("boft_block_num", 0)
+        if bool(size) == bool(number):
+            problems.add(
+                f"{where}: exactly one of boft_block_size and boft_block_num must be other than 0", "Correct it"
+            )
 
 
 def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
@@ -587,6 +651,7 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
     shared = {key: content[key] for key in _NEUTRAL if key in content}
     config = _read({**shared, "init_lora_weights": True}, where, sha256, problems, kind)
     _refuse_settings(content, where, problems)
+
     bias = content.get("bias", "none")
     if bias != "none":
         problems.add(
@@ -594,6 +659,7 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
             "Train it without them (bias: none)",
             kind=UnsupportedError,
         )
+
     patterns = {}
     for key, pattern in kind.patterns.items():
         by_regex = content.get(pattern) or {}
@@ -603,11 +669,13 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
             patterns[key] = Patterns(by_regex)
         except ValueError as error:
             problems.add(f"{where}: {pattern}: {error}", _SIMPLER)
-    setting_keys = (
-        content.keys() - _NEUTRAL - kind.inert - {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
-    )
+
+    # What is left is read by the modules. How an adapter was initialized is a setting only if its form follows from it.
+    read_above = {"bias", "init_weights", *kind.patterns, *kind.patterns.values()}
+    setting_keys = content.keys() - _NEUTRAL - kind.inert - read_above
     if content.get("init_weights") in kind.forms:
         setting_keys |= {"init_weights"}
+
     return replace(
         config,
         peft_type=content["peft_type"],
@@ -619,7 +687,9 @@ def _read_kind(content: dict[str, Any], where: str, sha256: str, problems: Probl
 
 def _read_tokens(content: dict[str, Any], where: str, sha256: str, problems: Problems) -> AdapterConfig:
     """The config of TRAINABLE_TOKENS: PEFT reads only these keys, and one list of tokens for all targets."""
-    config = _read({key: content[key] for key in _OF_TOKENS & content.keys()}, where, sha256, problems, TRAINED_TOKENS)
+    known = {key: content[key] for key in _OF_TOKENS & content.keys()}
+    config = _read(known, where, sha256, problems, TRAINED_TOKENS)
+
     tokens = content.get("token_indices")
     if not isinstance(tokens, list) or not tokens or not _are_tokens(tokens):
         problems.add(
@@ -627,6 +697,7 @@ def _read_tokens(content: dict[str, Any], where: str, sha256: str, problems: Pro
             "Correct it, or save the adapter again",
         )
         tokens = []
+
     return replace(
         config,
         peft_type=TRAINABLE_TOKENS,
@@ -661,7 +732,12 @@ def _is_auto_mapping(value: Any) -> bool:
 
 def _are_tokens(value: Any) -> bool:
     lists = list(value.values()) if isinstance(value, dict) else [value]
-    return all(isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in lists)
+    for ids in lists:
+        if not isinstance(ids, list) or not ids:
+            return False
+        if not all(type(token) is int and token >= 0 for token in ids):
+            return False
+    return True
 
 
 def _as_mapping(tokens: dict[str, list[int]] | list[int]) -> dict[str, tuple[int, ...]]:
