@@ -70,6 +70,20 @@ def test_composing_without_a_recipe_imports_only_what_it_needs(
         assert (out / "README.md").exists()
 
 
+def test_a_missing_base_is_found_before_transformers_is_imported(math: Path, tmp_path: Path) -> None:
+    adapter = named(math, str(tmp_path / "missing"), tmp_path / "math")
+    code = (
+        "import adapterswap\n"
+        "from adapterswap.kit.errors import NotFoundError\n"
+        "for composition, base in ((None, sys.argv[1]), (sys.argv[2], None)):\n"
+        "    try:\n"
+        "        adapterswap.ask(composition, 'Hi', base_model=base)\n"
+        "    except NotFoundError as error:\n"
+        "        assert [problem.parameter for problem in error.problems] == ['base_model']"
+    )
+    assert imported(code, tmp_path / "missing", adapter) & {"torch", "transformers", "peft"} == set()
+
+
 RIGHT: list[dict[str, Any]] = [
     {},
     {"task": "math", "language": ["swahili", "french"], "bottom": "2", "top": 1, "task_weight": 2, "seed": 0},

@@ -150,15 +150,17 @@ class OpenedBase:
             NotFoundError: there is no such base.
             BaseModelError: transformers cannot read its config or its tokenizer, or it has none.
         """
+        # What costs nothing to find out comes before transformers, whose import takes seconds.
         require("models")
-        from transformers import AutoTokenizer
-
         source = Source.find(reference, _SMALL_FILES, what="base model")
         check_pointers(source.folder)
         try:
             check_alone(source.folder)
         except ExpertError as error:
             raise error.recast(BaseModelError, parameter="base_model") from None
+
+        from transformers import AutoTokenizer
+
         config = read_config(source.folder, f"The base model {reference}")
         if not Companions(source.folder).has("tokenizer"):
             base = OpenedBase(reference, source, config, tokenizer=None)
