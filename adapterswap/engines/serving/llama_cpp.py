@@ -30,23 +30,27 @@ from adapterswap.engines.serving.llama_engine import (
     running,
 )
 from adapterswap.engines.serving.pieces import PieceComposer
+from adapterswap.engines.serving.reserved import Reserved, check_reserved, option_of
 from adapterswap.kit.errors import ArgumentError, BaseModelError, NotFoundError, OutputError, RunError, reason_of
 from adapterswap.kit.files.text import expand, read_small
 
-_OURS = {
-    "-m": "`gguf` names the base",
-    "--model": "`gguf` names the base",
-    "-a": "the base is served under its own name",
-    "--alias": "the base is served under its own name",
-    "--lora": "`experts` names the adapters",
-    "--lora-scaled": "`experts` names the adapters",
-    "--lora-init-without-apply": "a request without scales would use every adapter",
-    "--api-key": "other users of this machine could read it",
-    "--api-prefix": "clients reach it only through adapterswap",
-    "--ssl-key-file": "adapterswap speaks plain HTTP",
-    "--ssl-cert-file": "adapterswap speaks plain HTTP",
-}
-_INSTEAD = {"--api-key": f"Set {KEY} in the environment instead, or pass --api-key-file"}
+_RESERVED = (
+    Reserved("-m", "`gguf` names the base"),
+    Reserved("--model", "`gguf` names the base"),
+    Reserved("-a", "the base is served under its own name"),
+    Reserved("--alias", "the base is served under its own name"),
+    Reserved("--lora", "`experts` names the adapters"),
+    Reserved("--lora-scaled", "`experts` names the adapters"),
+    Reserved("--lora-init-without-apply", "a request without scales would use every adapter"),
+    Reserved(
+        "--api-key",
+        "other users of this machine could read it",
+        f"Set {KEY} in the environment instead, or pass --api-key-file",
+    ),
+    Reserved("--api-prefix", "clients reach it only through adapterswap"),
+    Reserved("--ssl-key-file", "adapterswap speaks plain HTTP"),
+    Reserved("--ssl-cert-file", "adapterswap speaks plain HTTP"),
+)
 _PROXYS = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _PROXYS.add_argument("--host", default="127.0.0.1")
 _PROXYS.add_argument("--port", default=8080, type=int)
@@ -125,14 +129,7 @@ class LlamaLaunch:
     @staticmethod
     def check_reserved(arguments: Sequence[str]) -> None:
         """Raise an `ArgumentError` for an argument that adapterswap decides."""
-        for argument in arguments:
-            name = argument.partition("=")[0]
-            if name in _OURS:
-                raise ArgumentError(
-                    f"{argument} cannot be passed to llama.cpp here: {_OURS[name]}",
-                    _INSTEAD.get(name, "Leave it out"),
-                    parameter="arguments",
-                )
+        check_reserved(arguments, _RESERVED, engine="llama.cpp", parameter="arguments")
 
     @staticmethod
     def plan(
@@ -153,7 +150,7 @@ class LlamaLaunch:
         """
         LlamaLaunch.check_reserved(arguments)
         try:
-            own, rest = _PROXYS.parse_known_args(arguments)
+            own, rest = _PROXYS.parse_known_args([_with_dashes(argument) for argument in arguments])
         except argparse.ArgumentError as error:
             raise ArgumentError(str(error), "Correct it", parameter="arguments") from None
         if not 0 < own.port < 2**16:
@@ -170,7 +167,7 @@ class LlamaLaunch:
 
         # Its server, behind this process
         inner = free_port()
-        if not {"-t", "--threads"} & {argument.partition("=")[0] for argument in rest}:
+        if not {"-t", "--threads"} & set(map(option_of, rest)):
             rest = [*_threads(), *rest]
         command = engine_command(
             find_program(llama_server),
@@ -184,6 +181,15 @@ class LlamaLaunch:
         return LlamaLaunch(
             tuple(command), inner, own.host, own.port, base_name, keys, max_request_mb * 10**6, rounding_of(path)
         )
+
+
+def _with_dashes(argument: str) -> str:
+    """An argument with its option's name as the proxy's parser knows it: llama.cpp reads underscores there as dashes.
+
+    Otherwise `--api_key_file` would reach llama.cpp alone, and the proxy in front of it would answer everybody.
+    """
+    option = option_of(argument)
+    return option + argument[len(option) :]
 
 
 def _threads() -> tuple[str, ...]:

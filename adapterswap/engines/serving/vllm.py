@@ -17,6 +17,7 @@ from pathlib import Path
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.engines.serving import plugin
 from adapterswap.engines.serving.composer import NamedComposer
+from adapterswap.engines.serving.reserved import Reserved, check_reserved, option_of
 from adapterswap.kit.errors import ArgumentError, UnsupportedError
 from adapterswap.kit.files.text import expand
 
@@ -31,13 +32,11 @@ _CACHE_SIZES = ("--kv-cache-memory-bytes", "--gpu-memory-utilization", "--num-gp
 _START = (sys.executable, "-m", "adapterswap.engines.serving.start")
 _MIDDLEWARE = "adapterswap.engines.serving.vllm_guard.ManifestOnly"
 
-# adapterswap decides these. With them, vLLM would start and serve something other than what was checked.
-_RESERVED = {
-    "--model": "`base_model` names the base",
-    "--no-enable-lora": "compositions are LoRA adapters",
-    "--api-key": "other users of this machine could read it",
-}
-_INSTEAD = {"--api-key": "Set VLLM_API_KEY in the environment instead"}
+_RESERVED = (
+    Reserved("--model", "`base_model` names the base"),
+    Reserved("--no-enable-lora", "compositions are LoRA adapters"),
+    Reserved("--api-key", "other users of this machine could read it", "Set VLLM_API_KEY in the environment instead"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,7 @@ class Launch:
     @staticmethod
     def check_reserved(vllm_args: Sequence[str]) -> None:
         """Raise an `ArgumentError` for an argument that adapterswap decides."""
-        for argument in vllm_args:
-            name = _canonical(argument)
-            if name in _RESERVED:
-                raise ArgumentError(
-                    f"{argument} cannot be passed to vLLM here: {_RESERVED[name]}",
-                    _INSTEAD.get(name, "Leave it out"),
-                    parameter="vllm_args",
-                )
+        check_reserved(vllm_args, _RESERVED, engine="vLLM", parameter="vllm_args")
 
     @staticmethod
     def plan(
@@ -169,19 +161,11 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
     """The value of the last `option VALUE` or `option=VALUE` among the arguments, as vLLM's parser reads it."""
     value = None
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-        if _canonical(argument) == option:
+        if option_of(argument) == option:
             value = following
             if "=" in argument:
                 value = argument.partition("=")[2]
     return value
-
-
-def _canonical(argument: str) -> str:
-    """An option's name with dashes: vLLM reads `--max_loras` as `--max-loras`."""
-    name = argument.partition("=")[0]
-    if not name.startswith("--"):
-        return argument
-    return name.replace("_", "-")
 
 
 def _whole_number(option: str, arguments: Sequence[str]) -> int | None:

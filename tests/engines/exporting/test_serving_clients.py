@@ -370,7 +370,13 @@ def test_keys_come_from_a_file_or_the_environment(
     result = run(*command(base, gguf, folder, tmp_path), "--dry-run", "--json", "--", f"--api-key-file={path}")
     assert result.exit_code == 0
     assert "first" not in result.stdout + result.stderr
+    # llama.cpp reads underscores in options as dashes.
+    underscored = LlamaLaunch.plan(composer, gguf, ["--api_key_file", str(path), "--ctx_size", "64"])
+    assert set(underscored.keys) == {"first", "second", "third"}
+    assert underscored.command[-2:] == ("--ctx-size", "64")
+
     path.write_text("\n")
-    for options in (["--api-key-file", str(path)], ["--api-key", "first"], ["--api-key=first"], ["--port"]):
+    keys = (["--api-key-file", str(path)], ["--api-key", "first"], ["--api-key=first"], ["--api_key", "first"])
+    for options in (*keys, ["--lora_scaled", "x.gguf:1"], ["--port"]):
         with refused(ArgumentError, "arguments"):
             LlamaLaunch.plan(composer, gguf, options)
