@@ -84,8 +84,12 @@ def cached_snapshot(repo: str, revision: str | None = None) -> Path | None:
             commit = ref.read_text(encoding="utf-8").strip()
     except PermissionError:  # another user's cache is no cache of ours
         return None
+
+    # What the file holds goes into a path only if it looks like a commit.
     snapshot = home / "snapshots" / commit
-    return snapshot if re.fullmatch(r"\w+", commit) and os.path.isdir(snapshot) else None
+    if re.fullmatch(r"\w+", commit) and os.path.isdir(snapshot):
+        return snapshot
+    return None
 
 
 _HUB_ID = re.compile(
@@ -149,8 +153,10 @@ class Reference(str):
         The network is not used. A config that cannot be read counts as missing.
         """
         folder = self.cached_folder
+        if folder is None:
+            return None
         with suppress(ExpertError):
-            return None if folder is None else read_json(folder / MODEL_CONFIG)
+            return read_json(folder / MODEL_CONFIG)
         return None
 
     @property
@@ -159,19 +165,25 @@ class Reference(str):
         path = expand(self)
         if os.path.isdir(path):
             return path
+
         hub_id = self.hub_id
-        snapshot = None if hub_id is None or hub_id.subfolder else cached_snapshot(hub_id.repo, hub_id.revision)
+        if hub_id is None or hub_id.subfolder:
+            return None
+        snapshot = cached_snapshot(hub_id.repo, hub_id.revision)
+        if snapshot is None or not os.path.exists(snapshot / MODEL_CONFIG):
+            return None
         with suppress(BaseModelError):
-            if snapshot is not None and os.path.exists(snapshot / MODEL_CONFIG):
-                _check_links(snapshot, self, BaseModelError)
-                return snapshot
+            _check_links(snapshot, self, BaseModelError)
+            return snapshot
         return None
 
     @property
     def parts(self) -> tuple[str, str | None]:
         """The repository and the revision of a Hub id `org/name@revision`; any other reference unchanged."""
         hub_id = self.hub_id
-        return (hub_id.folder, hub_id.revision) if hub_id else (str(self), None)
+        if hub_id is None:
+            return str(self), None
+        return hub_id.folder, hub_id.revision
 
     @property
     def public_name(self) -> str:
@@ -190,7 +202,9 @@ class Reference(str):
 
     def at(self, revision: str | None) -> str:
         """The Hub id with the revision, if the base is a Hub id without one; any other reference unchanged."""
-        return f"{self}@{revision}" if revision and self.is_hub_id and "@" not in self else str(self)
+        if not revision or "@" in self or not self.is_hub_id:
+            return str(self)
+        return f"{self}@{revision}"
 
     @property
     def is_hub_id(self) -> bool:
@@ -238,12 +252,14 @@ class Source:
         """
         if self.revision is None:
             return sorted(str(path.parent) for path in self.folder.glob(f"*/{file}"))
+
         from huggingface_hub import HfApi, is_offline_mode
 
         hub_id = Reference(self.name).hub_id
         if hub_id is None or is_offline_mode():
             folders = sorted(str(path.parent.relative_to(self.folder)) for path in self.folder.glob(f"*/{file}"))
             return [f"{self.name}/{folder}" for folder in folders]
+
         with suppress(Exception):  # as in `_download`; the caller already has an error to report
             files = HfApi().list_repo_files(hub_id.repo, revision=self.revision)
             folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
@@ -279,23 +295,28 @@ class Source:
             what: "adapter" or "base model", for messages.
             parameter: the parameter to blame if the folder is missing; by default `base_model` for a base model.
         """
-        parameter = parameter or ("base_model" if what == "base model" else None)
+        if parameter is None and what == _BASE:
+            parameter = "base_model"
         if not isinstance(reference, str | Path):
             raise ArgumentError(
                 f"The {what} is of type {type(reference).__name__}",
                 "Pass a local folder or a Hub id such as org/name",
                 parameter=parameter,
             )
-        path = expand(reference)
         if reference == "":
             raise ArgumentError(
                 f"The {what}'s path is empty",
                 "Pass a folder, or a Hub id such as org/name@revision",
                 parameter=parameter,
             )
+
+        # A link to a folder is followed once, here. A path without links stays as it was written.
+        path = expand(reference)
         if os.path.isdir(path):
             real = path.resolve()
-            return Source(path if real == Path(os.path.abspath(path)) else real, printable(real.name))
+            has_links = real != Path(os.path.abspath(path))
+            return Source(real if has_links else path, printable(real.name))
+
         how = f" as `{parameter}`" if what == _BASE else ""
         remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
         if os.path.exists(path):
@@ -304,12 +325,14 @@ class Source:
             elif any(os.path.exists(path.parent / name) for name in (CONFIG, MODEL_CONFIG)):
                 remedy = "Pass the folder that holds it"
             raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
+
         hub_id = Reference(reference).hub_id if isinstance(reference, str) else None
         if hub_id is None or (hub_id.subfolder and what == _BASE):
+            message = f"The path {reference} does not exist"
             first = str(reference).partition("/")[0]
-            hides = isinstance(reference, str) and _HUB_ID.fullmatch(reference) and os.path.isdir(Path(first))
-            why_local = f", and is not looked up on the Hub because there is a folder {first} here" if hides else ""
-            raise NotFoundError(f"The path {reference} does not exist{why_local}", remedy, parameter=parameter)
+            if isinstance(reference, str) and _HUB_ID.fullmatch(reference) and os.path.isdir(Path(first)):
+                message += f", and is not looked up on the Hub because there is a folder {first} here"
+            raise NotFoundError(message, remedy, parameter=parameter)
         return _download(hub_id, files, what, parameter)
 
 
@@ -317,12 +340,17 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
     from huggingface_hub import constants
 
     repo, subfolder, revision = hub_id
-    patterns = [f"{subfolder}/{file}" if subfolder else file for file in files]
+    patterns = list(files)
+    if subfolder:
+        patterns = [f"{subfolder}/{file}" for file in files]
+
     try:
-        snapshot = cached_snapshot(repo, revision) if constants.HF_HUB_OFFLINE else None
-        if snapshot is None:
-            if constants.HF_HUB_OFFLINE and not os.path.isdir(_home(repo)):
+        snapshot = None
+        if constants.HF_HUB_OFFLINE:
+            snapshot = cached_snapshot(repo, revision)
+            if snapshot is None and not os.path.isdir(_home(repo)):
                 raise FileNotFoundError(repo)  # as the Hub's client would say, after a long import
+        if snapshot is None:
             from huggingface_hub import snapshot_download
 
             snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
@@ -333,8 +361,10 @@ def _download(hub_id: HubId, files: Sequence[str], role: str, parameter: str | N
             failure.remedy("Check the path or id; for a private repository log in with `hf auth login`"),
             parameter=parameter,
         ) from None
+
     folder = snapshot / (subfolder or "")
-    _check_links(snapshot, str(hub_id), BaseModelError if role == _BASE else ExpertError, folder)
+    kind = BaseModelError if role == _BASE else ExpertError
+    _check_links(snapshot, str(hub_id), kind, folder)
     if not os.path.isdir(folder):
         raise NotFoundError(
             f"{hub_id}: the repository {repo} has no {role} in a folder {subfolder}",
@@ -348,8 +378,11 @@ def _check_links(snapshot: Path, named: str, kind: type[AdapterswapError], folde
     """Check that a snapshot's links stay in the Hub's cache. They should lead to blobs, but may be tampered with."""
     repository, cache = snapshot.parents[1], snapshot.parents[2]
     homes = (repository.resolve(), cache.resolve())  # the first differs where the repository's folder is itself a link
+
     folder = folder or snapshot
-    read = [snapshot, folder, *(folder.iterdir() if os.path.isdir(folder) else ())]
+    read = [snapshot, folder]
+    if os.path.isdir(folder):
+        read += folder.iterdir()
     for path in read:
         target = path.resolve()
         if not any(target.is_relative_to(home) for home in homes):
@@ -363,7 +396,8 @@ def same_base(one: str | None, other: str | None) -> bool:
     """Whether two adapters name the same base: by the same text, or by paths to the same folder."""
     if one is None or other is None or one == other:
         return one == other
-    return os.path.isdir(expand(one)) and os.path.isdir(expand(other)) and expand(one).samefile(expand(other))
+    one_path, other_path = expand(one), expand(other)
+    return os.path.isdir(one_path) and os.path.isdir(other_path) and one_path.samefile(other_path)
 
 
 _ALL_WEIGHTS = "model*.safetensors"
@@ -399,31 +433,39 @@ class Records(NamedTuple):
             kept = KeptLayers.of(record["slice"]["layers"], record["slice"].get("stack"))
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
-        depth = record.get("num_layers")  # layers that predict further tokens follow, and count as outside the layers
-        inside = [(name, i) for name, i in parts if i is not None and not (isinstance(depth, int) and i >= depth)]
-        if odd := next((name for name, layer in inside if not kept.has(ModuleName(name).stack, layer)), None):
-            raise ExpertError(
-                f"{self.folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {odd}: the "
-                "weights were replaced later",
-                f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
-            )
+
+        depth = record.get("num_layers")
+        for name, layer in parts:
+            # Layers that predict further tokens follow the depth, and count as outside the layers.
+            if layer is None or (isinstance(depth, int) and layer >= depth):
+                continue
+            if not kept.has(ModuleName(name).stack, layer):
+                raise ExpertError(
+                    f"{self.folder / PROVENANCE} says that the adapter is a slice with the {kept}, but it has {name}: "
+                    "the weights were replaced later",
+                    f"Delete {PROVENANCE} there if the weights are right, or slice the expert again",
+                )
         return kept
 
     def training(self) -> dict[str, Any]:
         """The training.json in the folder or, for another checkpoint of the same run, in the folder above it; empty if
         there is none or it cannot be read."""
-        above = [self.folder.parent] if self.folder.name.startswith("checkpoint-") else []
-        return next(filter(None, (_content(place / TRAINING_RECORD) for place in (self.folder, *above))), {})
+        content = _content(self.folder / TRAINING_RECORD)
+        if not content and self.folder.name.startswith("checkpoint-"):
+            content = _content(self.folder.parent / TRAINING_RECORD)
+        return content
 
     def base(self) -> dict[str, str]:
         """The fingerprints of the base that an expert's own record names; empty if it names none."""
         for content in (self.training(), self.provenance()):
-            sources = [content.get("base"), _inside(content, "extraction").get("base")]
-            experts = _inside(content, "experts").values()
-            recorded = [_inside(source, "fingerprints") for source in sources]
-            recorded += [_inside(expert, "base_fingerprints") for expert in experts]
-            if (found := next(filter(None, recorded), None)) is not None:
-                return {str(name): str(value) for name, value in found.items()}
+            recorded = [_inside(content.get("base"), "fingerprints")]
+            recorded.append(_inside(_inside(content, "extraction").get("base"), "fingerprints"))
+            for expert in _inside(content, "experts").values():
+                recorded.append(_inside(expert, "base_fingerprints"))
+
+            for fingerprints in recorded:
+                if fingerprints:
+                    return {str(name): str(value) for name, value in fingerprints.items()}
         return {}
 
 
@@ -439,14 +481,18 @@ def check_format(value: object, place: object, *, parameter: str | None = None) 
 
 def _content(record: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is none or it cannot be read."""
+    if not os.path.exists(record):
+        return {}
     with suppress(AdapterswapError):
-        return read_json(record) if os.path.exists(record) else {}
+        return read_json(record)
     return {}
 
 
 def _inside(content: Any, key: str) -> dict[str, Any]:
     """The mapping under a key of a record, which may be damaged; empty if there is none."""
-    value = content.get(key) if isinstance(content, Mapping) else None
+    if not isinstance(content, Mapping):
+        return {}
+    value = content.get(key)
     return dict(value) if isinstance(value, Mapping) else {}
 
 

@@ -62,8 +62,9 @@ def find_depth(
         return FoundDepth(known, base=base)
 
     slices = any(adapter.kept_layers is not None for adapter in experts.values())
-    actual, base = find_num_layers(base)
     required = slices or composition.names_layers
+
+    actual, base = find_num_layers(base)
     return FoundDepth(actual or least_depth(experts), base.reference, actual, required=required, base=base)
 
 
@@ -75,14 +76,18 @@ def _beside_the_base(requested: NumLayers, known: NumLayers | None, base: BaseFa
         base = replace(base, source=Source.find(base.declared, [], what="base model"))
 
     config = base.local.config
-    actual = None if config is None else ModelConfig(config).stacked_layers
-    if actual is not None:
-        return FoundDepth(actual, base.reference, actual, requested, base=base)
+    if config is not None:
+        actual = ModelConfig(config).stacked_layers
+        if actual is not None:
+            return FoundDepth(actual, base.reference, actual, requested, base=base)
 
-    reason = "The experts do not name a base"
-    if base.reference:
-        fault = "is not on this machine" if config is None else "does not say how many layers it has"
-        reason = f"The config of {Reference(base.reference).public_name} {fault}"
+    # Nobody else says it: the requested number is used, with a note.
+    if not base.reference:
+        reason = "The experts do not name a base"
+    elif config is None:
+        reason = f"The config of {Reference(base.reference).public_name} is not on this machine"
+    else:
+        reason = f"The config of {Reference(base.reference).public_name} does not say how many layers it has"
     note = f"{reason}, so num_layers {Depth(requested)} could not be checked"
     return FoundDepth(requested, base.reference, None, requested, base=base, notes=(note,))
 
@@ -90,53 +95,65 @@ def _beside_the_base(requested: NumLayers, known: NumLayers | None, base: BaseFa
 def find_num_layers(base: BaseFacts) -> tuple[NumLayers | None, BaseFacts]:
     """The base's number of layers, from its config.json and never from the experts' modules; and the facts with its
     folder."""
-    namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
-    if base.declared is None:
-        first = next((name for name, place in base.named.items() if place), None)
-        namer, remedy = f"{first}'s adapter_config.json", "Pass `base_model` with the base's folder, or `num_layers`"
     try:
         source, local = base.local.fetched("Pass `num_layers`, or `base_model` with the base's folder")
     except AdapterswapError as error:
         if not base.reference:
             raise
+
+        namer, remedy = "`base_model`", "Correct it, or pass `num_layers`"
+        if base.declared is None:
+            first = next((name for name, place in base.named.items() if place), None)
+            namer = f"{first}'s adapter_config.json"
+            remedy = "Pass `base_model` with the base's folder, or `num_layers`"
         reason = error.problems[0].message
         raise type(error)(
             f"cannot read the number of layers from the base that {namer} names: {reason}",
             remedy,
             parameter="base_model",
         ) from None
+
     return ModelConfig(local.config or {}).stacked_layers, replace(base, source=source, local=local)
 
 
 def least_depth(experts: Mapping[str, Adapter]) -> NumLayers:
     """The least number of layers that a base with the experts' modules can have."""
     has_both = any(adapter.has_both_stacks for adapter in experts.values())
-    stacks: tuple[Stack | None, ...] = STACKS if has_both else (None,)
-    counts = []
-    for stack in stacks:
-        layers = [0]
-        for adapter in experts.values():
-            for part in adapter.parts.values():
-                if part.layer is not None and stack in (None, ModuleName(part.name).stack):
-                    layers.append(part.layer)
-            # A slice may have kept layers in which it adapts nothing.
-            if adapter.kept_layers is not None:
-                for key, kept in adapter.kept_layers.by_stack.items():
-                    if key in (None, stack):
-                        layers += kept
-        counts.append(1 + max(layers))
-    return dict(zip(STACKS, counts, strict=True)) if has_both else counts[0]
+    if not has_both:
+        return _least_layers(experts, None)
+    return {stack: _least_layers(experts, stack) for stack in STACKS}
+
+
+def _least_layers(experts: Mapping[str, Adapter], stack: Stack | None) -> int:
+    """The least number of layers in one stack, or in a model that has only one."""
+    deepest = 0
+    for adapter in experts.values():
+        for part in adapter.parts.values():
+            if part.layer is not None and stack in (None, ModuleName(part.name).stack):
+                deepest = max(deepest, part.layer)
+
+        # A slice may have kept layers in which it adapts nothing.
+        if adapter.kept_layers is not None:
+            for key, kept in adapter.kept_layers.by_stack.items():
+                if key in (None, stack):
+                    deepest = max([deepest, *kept])
+    return 1 + deepest
 
 
 def find_stored_depth(composition: Composition, name: str, skeleton: Checkpoint) -> FoundDepth:
     """The number of layers of the full weights in `skeleton`, which messages call `name`."""
+    stored_layers = 1
+    for parameter in skeleton.parameters.values():
+        if parameter.layer is not None:
+            stored_layers = max(stored_layers, 1 + parameter.layer)
+
     in_config, requested = ModelConfig(skeleton.config).stacked_layers, composition.num_layers
-    stored_layers = 1 + max((p.layer for p in skeleton.parameters.values() if p.layer is not None), default=0)
-    actual = in_config if in_config is not None or requested is None else stored_layers
-    used = requested if in_config is None else in_config
-    return FoundDepth(
-        used or stored_layers, name, actual, requested, required=requested is None and composition.names_layers
-    )
+    used = in_config if in_config is not None else requested
+    actual = in_config
+    if in_config is None and requested is not None:
+        actual = stored_layers  # with which the composition's number is compared
+    required = requested is None and composition.names_layers
+    return FoundDepth(used or stored_layers, name, actual, requested, required)
 
 
 def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
@@ -144,6 +161,7 @@ def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
     with problems.collect():
         if depth.required and depth.actual is None:
             Depth.known(depth.actual, str(depth.name), "Pass `num_layers`", parameter="num_layers")
+
         remedy = "Remove `num_layers`, or pass `base_model` if you mean another base"
         if not same_depth(depth.actual, depth.requested):
             Depth.check(str(depth.name), depth.actual, depth.requested, remedy)
@@ -151,9 +169,11 @@ def check_base_depth(depth: FoundDepth, problems: Problems) -> None:
 
 def same_depth(one: NumLayers | None, other: NumLayers | None) -> bool:
     """Whether two depths are the same; a single number also means two stacks of that depth."""
-    stacks = [depth for depth in (one, other) if isinstance(depth, Mapping)]
-    numbers = [depth for depth in (one, other) if isinstance(depth, int)]
-    return one == other or bool(stacks and numbers and set(stacks[0].values()) == {numbers[0]})
+    if isinstance(one, Mapping) and isinstance(other, int):
+        return set(one.values()) == {other}
+    if isinstance(one, int) and isinstance(other, Mapping):
+        return set(other.values()) == {one}
+    return one == other
 
 
 def outside_the_layers(experts: Mapping[str, Adapter], num_layers: NumLayers, base: BaseFacts) -> dict[str, Adapter]:
@@ -167,15 +187,17 @@ def outside_the_layers(experts: Mapping[str, Adapter], num_layers: NumLayers, ba
     if not isinstance(num_layers, int):
         return dict(experts)
 
-    adapters = {}
+    adapters = dict(experts)
     for name, adapter in experts.items():
         deepest = max((part.layer for part in adapter.parts.values() if part.layer is not None), default=0)
-        if deepest >= num_layers:
-            ahead = _layers_ahead(name, base)
-            if deepest < num_layers + ahead:
-                outside = (p.at(p.name, None) if (p.layer or 0) >= num_layers else p for p in adapter.parts.values())
-                adapter = adapter.with_parts(outside, adapter.container)
-        adapters[name] = adapter
+        if deepest < num_layers or deepest >= num_layers + _layers_ahead(name, base):
+            continue  # there are no such layers, or not so many of them: `check_depth` reports that
+
+        parts = []
+        for part in adapter.parts.values():
+            is_ahead = part.layer is not None and part.layer >= num_layers
+            parts.append(part.at(part.name, None) if is_ahead else part)
+        adapters[name] = adapter.with_parts(parts, adapter.container)
     return adapters
 
 

@@ -73,9 +73,12 @@ def _names(request: Request, problems: Problems) -> None:
 
 
 def _one_list(opened: Opened, problems: Problems) -> None:
-    for name, expert in opened.experts.items() if opened.composition.names_layers else ():
+    if not opened.composition.names_layers:
+        return
+    for name, expert in opened.experts.items():
+        modules = expert.parts if isinstance(expert, Adapter) else expert.parameters
         with problems.collect():
-            check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
+            check_one_list(name, modules)
 
 
 def _one_base(opened: Opened, problems: Problems) -> None:
@@ -123,14 +126,16 @@ def _one_architecture(skeleton: Skeleton, problems: Problems) -> None:
 
 
 def _covered(filled: Filled, problems: Problems) -> None:
-    if filled.uncovered:
-        more = f" and {len(filled.uncovered) - 1} more" if len(filled.uncovered) > 1 else ""
-        problems.add(
-            f"No rule covers {filled.uncovered[0].name}{more}",
-            "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
-            parameter="allocation",
-            kind=CompositionError,
-        )
+    if not filled.uncovered:
+        return
+    first, *others = filled.uncovered
+    more = f" and {len(others)} more" if others else ""
+    problems.add(
+        f"No rule covers {first.name}{more}",
+        "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
+        parameter="allocation",
+        kind=CompositionError,
+    )
 
 
 def _rows(rowed: Rowed, problems: Problems) -> None:
@@ -143,22 +148,27 @@ def _rows_of_the_base(ends: Ends, problems: Problems) -> None:
         if slot.base is None or not slot.spans:
             continue
         size = slot.base.tensor.shape[0]
-        if any(span.stop > size and share.copy is None for span in slot.spans for share in span.base):
-            problems.add(
-                f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
-                "Pass `base_model` when you compose them",
-                parameter="base_model",
-                kind=BaseModelError,
-            )
+        for span in slot.spans:
+            # Rows that an expert has a copy of are taken from there.
+            if span.stop > size and any(share.copy is None for share in span.base):
+                problems.add(
+                    f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
+                    "Pass `base_model` when you compose them",
+                    parameter="base_model",
+                    kind=BaseModelError,
+                )
+                break
 
 
 def _one_size(ends: Ends, problems: Problems) -> None:
     """Report embeddings and heads with different numbers of rows, if any of them was resized."""
     slots = {name: slot for name, slot in ends.slots.items() if slot.has_tokens}
-    if any(slot.shape != ends.stored[name].tensor.shape for name, slot in slots.items() if name in ends.stored):
-        # a base's own embedding and head may differ in size
-        sizes = {name: slot.shape[0] - extra_rows(ends.config, slot.module) for name, slot in slots.items()}
-        check_sizes(sizes, problems)
+    common = slots.keys() & ends.stored.keys()
+    if all(slots[name].shape == ends.stored[name].tensor.shape for name in common):
+        return  # a base's own embedding and head may differ in size
+
+    sizes = {name: slot.shape[0] - extra_rows(ends.config, slot.module) for name, slot in slots.items()}
+    check_sizes(sizes, problems)
 
 
 def _not_quantized_there(merging: Merging, problems: Problems) -> None:
@@ -178,8 +188,10 @@ def _full_weights(merged: Plan, problems: Problems) -> None:
 
 def _config_owner(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
-    has_base = plan.base.weights is not None or not plan.is_model
-    check_config_owner(plan.composition, [*([BASE] if has_base else []), *plan.checkpoints], problems)
+    owners = list(plan.checkpoints)
+    if plan.base.weights is not None or not plan.is_model:
+        owners.insert(0, BASE)
+    check_config_owner(plan.composition, owners, problems)
 
 
 def _matches(planned: Planned, problems: Problems) -> None:
@@ -199,10 +211,13 @@ def _has_its_base(planned: Planned, problems: Problems) -> None:
     plan = planned.plan
     if not plan.is_model or plan.base.weights is not None:
         return
-    if needing := [slot.name for slot in plan if slot.needs_base or not slot.terms]:
-        more = f", and so do {len(needing) - 1} more" if len(needing) > 1 else ""
+
+    needing = [slot.name for slot in plan if slot.needs_base or not slot.terms]
+    if needing:
+        first, *others = needing
+        more = f", and so do {len(others)} more" if others else ""
         problems.add(
-            f"{needing[0]} needs the base's own weights{more}",
+            f"{first} needs the base's own weights{more}",
             "Pass the base's folder or Hub id as `base_model`",
             parameter="base_model",
             kind=BaseModelError,
@@ -210,10 +225,11 @@ def _has_its_base(planned: Planned, problems: Problems) -> None:
 
 
 def _base_is_theirs(planned: Planned, problems: Problems) -> None:
+    if planned.recorded:
+        return
     base = planned.plan.base
-    if not planned.recorded:
-        with problems.collect():
-            check_base_weights(base.recorded, base.at_hand, base.named)
+    with problems.collect():
+        check_base_weights(base.recorded, base.at_hand, base.named)
 
 
 def _used(planned: Planned, problems: Problems) -> None:

@@ -58,7 +58,9 @@ def from_pair(content: Any, keys: Collection[str]) -> Any:
         return content
     ((key, value),) = content.items()
     is_layers = type(value) is int or (isinstance(value, str) and re.match(r"\s*(\d|none\b)", value))
-    return f"{key}: {value}" if isinstance(key, str) and key not in keys and is_layers else content
+    if isinstance(key, str) and key not in keys and is_layers:
+        return f"{key}: {value}"
+    return content
 
 
 def place_of(name: str, text: str) -> int | None:
@@ -79,19 +81,26 @@ def _side(name: str, averages: Mapping[str, Sequence[str]]) -> str:
     """An expert, or an average with its name."""
     if name not in averages:
         return _quoted(name)
-    mean = f"mean({', '.join(map(_quoted, averages[name]))})"
-    return mean if name == Rule.mean_label(averages[name]) else f"{_quoted(name)} = {mean}"
+    members = averages[name]
+    mean = f"mean({', '.join(map(_quoted, members))})"
+    if name == Rule.mean_label(members):
+        return mean
+    return f"{_quoted(name)} = {mean}"
 
 
 def _number(value: float) -> str:
-    return repr(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
+    if float(value).is_integer() and abs(value) < 1e15:  # repr writes larger floats with an exponent
+        return repr(int(value))
+    return repr(float(value))
 
 
 def _setting(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = value if isinstance(value, str) else repr(value)
-    return text if _VALUE.fullmatch(text) else _quoted(text)
+    if _VALUE.fullmatch(text):
+        return text
+    return _quoted(text)
 
 
 class _Reader:
@@ -111,21 +120,28 @@ class _Reader:
         self._space()
         if self._ended():
             self._fail("the rule is empty", f"Write {FORM}")
-        if modules := self._modules():
+
+        modules = self._modules()
+        if modules:
             rule["modules"] = modules
         rule |= self._sides()
         if self._take(":"):
             rule["layers"] = self._layers()
         if self._word("with"):
-            rule |= self._settings(rule)
+            rule |= self._settings()
+
         if not self._ended():
             self._unexpected("layers" in rule)
         return rule
 
     def _modules(self) -> list[str]:
         """The modules before `of`; if there is no `of`, an empty list, and nothing is consumed."""
-        start, names = self._at, []
-        while (name := self._name()) is not None:
+        start = self._at
+        names = []
+        while True:
+            name = self._name()
+            if name is None:
+                break
             names.append(name)
             if not self._take(","):
                 break
@@ -146,6 +162,7 @@ class _Reader:
                 self._fail(f"{name!r} is named twice", "Name it once, with the sum of its weights", start)
             if members:
                 averages[name] = members
+
             weights[name] = 1.0
             if self._take("*"):
                 weighted = True
@@ -157,10 +174,14 @@ class _Reader:
                 weights[name] = float(number[0])
             if not self._take("+"):
                 break
-        named: dict[str, Any] = {"averages": averages} if averages else {}
+
+        # One expert is an owner; with a weight, it is a blend of one.
+        sides: dict[str, Any] = {"blend": weights}
         if len(weights) == 1 and not weighted:
-            return {"expert": next(iter(weights)), **named}
-        return {"blend": weights, **named}
+            sides = {"expert": next(iter(weights))}
+        if averages:
+            sides["averages"] = averages
+        return sides
 
     def _one_side(self) -> tuple[str, list[str]]:
         """An expert's name and an empty list; or an average's name and its members."""
@@ -168,6 +189,7 @@ class _Reader:
         if self._match(_MEAN):
             members = self._members()
             return Rule.mean_label(members), members
+
         name = self._expert()
         if not self._take("="):
             self.named.setdefault(name, start + 1)
@@ -195,9 +217,12 @@ class _Reader:
         name = self._name()
         if name is None:
             self._fail("the name of an expert is missing", self._name_remedy(), start)
-        if name in _WORDS and self._text[start] not in "\"'":
+        if self._text[start] in "\"'":
+            return name
+
+        if name in _WORDS:
             self._fail(f"{name!r} is a keyword", f'If an expert has this name, quote it: "{name}"', start)
-        if self._text[start] not in "\"'" and _NUMBER.fullmatch(name) and self._peek("*"):
+        if _NUMBER.fullmatch(name) and self._peek("*"):
             self._fail("the weight comes before its expert", f"Write it after the name: math*{name}", start)
         return name
 
@@ -220,7 +245,7 @@ class _Reader:
             )
         return match[0]
 
-    def _settings(self, rule: Mapping[str, Any]) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {}
         while True:
             start = self._at
@@ -228,34 +253,43 @@ class _Reader:
             if key is None or not self._take("="):
                 remedy = "Write with KEY=VALUE, such as: with method=ties, density=0.5"
                 self._fail("a setting is not KEY=VALUE", remedy, start)
-            value = self._match(_QUOTED)
-            text = _unquoted(value) if value else (plain := self._match(_VALUE)) and plain[0]
-            if not text:
+
+            value = ""
+            quoted = self._match(_QUOTED)
+            plain = None if quoted else self._match(_VALUE)
+            if quoted:
+                value = _unquoted(quoted)
+            elif plain:
+                value = plain[0]
+            if not value:
                 self._fail(f"{key[0]} has no value", f"Write {key[0]}=VALUE", self._at)
+
             if key[0] in settings:
                 self._fail(f"{key[0]} is set twice", "Set it once", start)
             if key[0] in _ELSEWHERE:
                 self._fail(f"{key[0]} cannot be set after `with`", f"Write it before `with`: {FORM}", start)
-            settings[key[0]] = text
+            settings[key[0]] = value
             if not self._take(","):
                 return settings
 
     def _unexpected(self, has_layers: bool) -> NoReturn:
         rest = self._text[self._at :]
+        word = rest.split()[0]
         if rest.startswith(",") and not has_layers:
             remedy = "Join experts with '+', modules with ',' before `of`, and write decimals with a point"
         elif rest.startswith(("-", "−")):
             remedy = "Subtract with a negative weight: math + swahili*-1"
         else:
             expected = "`with`" if has_layers else "'*', '+', ':' or `with`"
-            remedy = did_you_mean(rest.split()[0], _WORDS, f"Expected {expected} or the end. Write {FORM}")
-        self._fail(f"{rest.split()[0]!r} is unexpected", remedy, self._at)
+            remedy = did_you_mean(word, _WORDS, f"Expected {expected} or the end. Write {FORM}")
+        self._fail(f"{word!r} is unexpected", remedy, self._at)
 
     def _name(self) -> str | None:
-        if match := self._match(_QUOTED):
-            return _unquoted(match)
-        match = self._match(_NAME)
-        return match[0] if match else None
+        quoted = self._match(_QUOTED)
+        if quoted:
+            return _unquoted(quoted)
+        plain = self._match(_NAME)
+        return plain[0] if plain else None
 
     def _word(self, word: str) -> bool:
         match = _NAME.match(self._text, self._at)
@@ -296,7 +330,8 @@ class _Reader:
 
 
 def _unquoted(match: re.Match[str]) -> str:
-    return re.sub(r"\\(.)", r"\1", match[1] if match[1] is not None else match[2])
+    text = match[1] if match[1] is not None else match[2]
+    return re.sub(r"\\(.)", r"\1", text)
 
 
 BASE = "base"  # the reserved name of the unchanged base model
@@ -317,14 +352,18 @@ def _canonical_layers(value: Any) -> Any:
         return format_layers(value)
     if isinstance(value, bool):
         return value
+
     if isinstance(value, int):
         value = str(value)
     if isinstance(value, list | tuple):
         value = ",".join(str(item) for item in value)
-    if isinstance(value, str):
-        value = value.strip()
-        return NO_LAYER if value == NO_LAYER else format_layers(parse_layers(value))
-    return value
+    if not isinstance(value, str):
+        return value
+
+    value = value.strip()
+    if value == NO_LAYER:
+        return NO_LAYER
+    return format_layers(parse_layers(value))
 
 
 class Rule(MethodFields):
@@ -405,7 +444,9 @@ class Rule(MethodFields):
     def prepared(cls, content: Any) -> Any:
         if isinstance(content, Mapping) and len(content) == 1:
             content = from_pair(content, [*cls.model_fields, *parameter_keys(in_rules=True)])
-        return read_rule(content) if isinstance(content, str) else content
+        if isinstance(content, str):
+            return read_rule(content)
+        return content
 
     def check(self) -> None:
         if (self.expert is None) == (self.blend is None):
@@ -467,7 +508,9 @@ class Rule(MethodFields):
 
     @property
     def normalizes(self) -> bool:
-        return find_method(self.method).normalizes if self.normalize is None else self.normalize
+        if self.normalize is not None:
+            return self.normalize
+        return find_method(self.method).normalizes
 
     def as_data(self) -> dict[str, Any]:
         """The rule as plain data for YAML or JSON, without defaults."""
@@ -490,7 +533,10 @@ class Rule(MethodFields):
         The base is left out but counts in an average: the average of an expert and the base is half the expert. Each
         adapter of a chain has the share of the chain.
         """
-        names = list(self.blend or {}) if self.expert is None else [self.expert]
+        names = list(self.blend or {})
+        if self.expert is not None:
+            names = [self.expert]
+
         sides: dict[str, dict[str, float]] = {}
         for side in names:
             if side == BASE:
@@ -526,8 +572,10 @@ class Rule(MethodFields):
 
         For nonlinear methods, and for weights that depend on the tensors, these are the weights w_i themselves.
         """
+        if self.expert == BASE:
+            return {}
         if self.expert is not None:
-            return {} if self.expert == BASE else {self.expert: 1.0}
+            return {self.expert: 1.0}
 
         assert self.blend is not None
         total = 1.0
@@ -570,9 +618,13 @@ class Rule(MethodFields):
             module: the module's name.
         """
         method = find_method(self.method)
+
+        # Such a method counts experts that do not change this module: their ΔW is 0.
         if method.counts_absent:
-            weights, zeros = self.blend or {}, 0 * next(iter(deltas.values()))
+            zeros = 0 * next(iter(deltas.values()))
+            weights = self.blend or {}
             deltas = {side: deltas.get(side, zeros) for side in weights}
+
         values = {**self.parameters, SEED.name: seed}
         return method.combine(deltas, weights, MethodSettings(values, self.normalizes, module))
 
@@ -649,8 +701,10 @@ class Rule(MethodFields):
         """The text that `read_rule` reads as these keys, which `Rule.as_data` returns."""
         modules = rule.get("modules") or ()
         averages = rule.get("averages") or {}
-        text = f"{', '.join(map(_quoted, modules))} of " if modules else ""
 
+        text = ""
+        if modules:
+            text = f"{', '.join(map(_quoted, modules))} of "
         if "expert" in rule:
             text += _side(rule["expert"], averages)
         else:
@@ -672,7 +726,9 @@ class Rule(MethodFields):
     @staticmethod
     def selects(selector: str, name: str, kind: Kind) -> bool:
         """Whether a `modules` entry names this module: its kind, or consecutive parts of its name."""
-        return selector == kind if selector in _KINDS else f".{selector}." in f".{name}."
+        if selector in _KINDS:
+            return selector == kind
+        return f".{selector}." in f".{name}."
 
 
 def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapping[str, str] | None = None) -> None:
@@ -680,15 +736,18 @@ def check_weights(weights: Mapping[str, float], *, normalize: bool, fields: Mapp
 
     `fields` maps the weights' names to the fields that hold them; by default that is the rule's `blend`.
     """
-    field = next(iter((fields or {}).values()), "blend")
+    fields = fields or {}
+    field = next(iter(fields.values()), "blend")
     if not weights:
         raise FieldMistake("a blend names no expert", field)
+
     for name, weight in weights.items():
-        if not abs(weight) <= LARGEST:
+        if not abs(weight) <= LARGEST:  # also NaN
             raise FieldMistake(
                 f"the weight of {name} is {weight:g}, which is not a finite number up to 1e9 in size",
-                (fields or {}).get(name, field),
+                fields.get(name, field),
             )
+
     if not any(weights.values()):
         raise FieldMistake("all weights are 0: give at least one expert a weight", field)
     if normalize and abs(math.fsum(weights.values())) < 1e-12 * max(map(abs, weights.values())):

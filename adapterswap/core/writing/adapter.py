@@ -59,9 +59,15 @@ class Prepared:
     @property
     def measured(self) -> dict[str, Any]:
         """Values measured on tensors, for the record: magnitudes, shares of kept rows, ranks, errors of truncation."""
-        resolved = self.resolved
-        cut = {name: {"rank": one.rank, "relative_error": one.written_error} for name, one in self.reduced.items()}
-        measured = {"magnitudes": dict(resolved.magnitudes), "kept_rows": resolved.kept_share(), "reduced": cut}
+        reduced = {}
+        for name, module in self.reduced.items():
+            reduced[name] = {"rank": module.rank, "relative_error": module.written_error}
+
+        measured = {
+            "magnitudes": dict(self.resolved.magnitudes),
+            "kept_rows": self.resolved.kept_share(),
+            "reduced": reduced,
+        }
         return {key: values for key, values in measured.items() if values}
 
     @property
@@ -97,24 +103,26 @@ class Prepared:
             amend: adds to the record; it is called with the record and the folder of the written files.
             companions: also write the experts' tokenizer and the like, if they have them.
         """
-        out_path, plan = expand(out_path), self.plan
-        base = plan.base
+        out_path = expand(out_path)
+        plan, base = self.plan, self.plan.base
         with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
             sha256 = write_tensors(plan, self.layout, folder / WEIGHTS, hashes)
             if companions:
                 plan.companions.write(folder)
+
+            experts = {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()}
+            base_record = None
+            if base.source is not None:
+                base_record = SourceRecord.of_base(base.source, base.local.config_sha256)
             record = CompositionRecord.of(
-                plan,
-                {name: SourceRecord.of_adapter(adapter, sha256[name]) for name, adapter in plan.adapters.items()},
-                SourceRecord.of_base(base.source, base.local.config_sha256) if base.source else None,
-                output=self.output,
-                measured=self.measured,
-                companions=companions,
+                plan, experts, base_record, output=self.output, measured=self.measured, companions=companions
             )
+
             write_json(folder / CONFIG, self.layout.config)
             record = amend(record, folder)
             write_json(folder / PROVENANCE, record.content())
-            (folder / CARD).write_text(adapter_card(plan, record, self.layout), encoding="utf-8")
+            card = adapter_card(plan, record, self.layout)
+            (folder / CARD).write_text(card, encoding="utf-8")
         return out_path
 
 
@@ -160,6 +168,7 @@ def write_adapter(
     """
     check_type(plan, Plan, "plan", "Pass a plan, as `compose` and `layer_swap` return it")
     check_type(out_path, (str, Path), "out_path", "Pass the path of the folder to write")
+
     form = Form(layout=layout, max_rank=max_rank, max_error=max_error, names=names)
     plan.check_adapter()
     COMPOSED.check(out_path, overwrite=overwrite, inputs=plan.inputs)  # before anything is computed
@@ -178,6 +187,7 @@ def prepare(plan: Plan, form: Form, progress: Callable[[str], None] = lambda nam
         AdapterswapError: see `write_adapter`.
     """
     check(Requested(plan, form))
+
     form = loadable_form(plan, form)
     prepared = Prepared.of(with_written_names(plan, form.names), form, progress)
     check(LaidOut(plan, prepared.layout))

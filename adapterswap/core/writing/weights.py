@@ -10,7 +10,7 @@ appears whole or not at all, and the same inputs give the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -61,8 +61,8 @@ def resized_vocabulary(plan: Plan, checkpoint: Checkpoint) -> dict[int, int]:
 
 def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm, owner: Checkpoint) -> dict[str, Any]:
     """The owner's config.json with the result's dtype, vocabulary size and ties, also in nested language models."""
-    changed = dict(config)
     resized = resized_vocabulary(plan, owner)
+    changed = dict(config)
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, dict) and "model_type" in value:
             changed[key] = _config(value, plan, form, owner)
@@ -72,6 +72,8 @@ def _config(config: Mapping[str, Any], plan: Plan, form: ModelForm, owner: Check
             changed[key] = False
         elif key == "vocab_size" and value in resized:
             changed[key] = resized[value]
+
+    # The whole config says it even where the owner's left it to the default.
     if config is owner.config:
         if plan.untied:
             changed["tie_word_embeddings"] = False
@@ -116,7 +118,7 @@ class Merged(NamedTuple):
     ) -> Path:
         """Write the model; see `merge`. `progress` is called after every tensor."""
         out_path = expand(out_path)
-        plan, form, weights = self.plan, self.form, self.plan.base.weights
+        plan, form = self.plan, self.form
         devices = choose_devices(device)
         with COMPOSED.folder(out_path, overwrite=overwrite, inputs=plan.inputs) as folder:
             write_companions(plan, form, folder)
@@ -124,13 +126,15 @@ class Merged(NamedTuple):
             index = index_of(plan, self.shards, form)
             if index is not None:
                 write_json(folder / MODEL_INDEX, index)
-            record = CompositionRecord.of(
-                plan,
-                {name: _source(name, expert, entered) for name, expert in plan.experts.items()},
-                _base(self.quantized or weights, entered) if weights else None,
-                output=asdict(form),
-                measured=self.measured,
-            )
+
+            # What was read is known only now: of a checkpoint, the tensors that entered the result count.
+            experts = {name: _source(name, expert, entered) for name, expert in plan.experts.items()}
+            base = None
+            if plan.base.weights is not None:
+                read = self.quantized or plan.base.weights
+                base = SourceRecord.of_checkpoint(read, entered.of(BASE)).with_fingerprints(read.source)
+
+            record = CompositionRecord.of(plan, experts, base, output=asdict(form), measured=self.measured)
             write_json(folder / PROVENANCE, record.content())
             (folder / CARD).write_text(merged_card(plan, record), encoding="utf-8")
         return out_path
@@ -195,11 +199,14 @@ def merge(
     for key, owner in owners.items():
         check_type(owner, (str, type(None)), key, "Pass an expert's name, or `base`")
     form = ModelForm(max_shard_size, dtype, dequantize or None)
-    base_model = None if base_model is None else str(base_model)
+    if base_model is not None:
+        base_model = str(base_model)
     COMPOSED.check(out_path, overwrite=overwrite)  # before the work, and again when it is published
+
     if isinstance(plan, Adapter | str | Path):
         plan = adapter_plan(plan, base_model)
-    if chosen := {key: owner for key, owner in owners.items() if owner is not None}:
+    chosen = {key: owner for key, owner in owners.items() if owner is not None}
+    if chosen:
         plan = make_plan(plan.composition.model_copy(update=chosen), plan.experts, num_layers=plan.num_layers)
     return prepare_model(plan, form, base_model).write(out_path, device=device, overwrite=overwrite)
 
@@ -210,21 +217,7 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
     For `recorded` see `make_plan`.
     """
     quantized = None
-    if not plan.is_model:
-        base = plan.base.open(base_model)
-        if not recorded:
-            check_base_weights(plan.base.recorded, base.source, plan.base.named)
-        if form.dequantize and base.quantization is None:
-            raise ArgumentError(
-                f"`dequantize` is set, but the base {base.name} is not quantized",
-                "Leave it out",
-                parameter="dequantize",
-            )
-        if form.dequantize:
-            quantized, base = base, base.dequantized()
-        resolved = Resolved.of(plan)
-        full = resolved.plan.merged_into(base)
-    else:
+    if plan.is_model:
         if form.dequantize:
             raise UnsupportedError(
                 f"{next(iter(plan.checkpoints))} is a full checkpoint; only the base of adapters can be dequantized",
@@ -235,28 +228,46 @@ def prepare_model(plan: Plan, form: ModelForm, base_model: str | None = None, *,
             plan = make_plan(plan.composition.model_copy(update={"base_model": base_model}), plan.experts)
         resolved = Resolved.of(plan)
         full = resolved.plan
+    else:
+        base = plan.base.open(base_model)
+        if not recorded:
+            check_base_weights(plan.base.recorded, base.source, plan.base.named)
+        if form.dequantize:
+            if base.quantization is None:
+                raise ArgumentError(
+                    f"`dequantize` is set, but the base {base.name} is not quantized",
+                    "Leave it out",
+                    parameter="dequantize",
+                )
+            quantized, base = base, base.dequantized()
+        resolved = Resolved.of(plan)
+        full = resolved.plan.merged_into(base)
+
     check(FullWeights(full, form))
     if quantized is not None:
-        note = f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"
-        full = replace(full, notes=(*full.notes, note, *_lost(quantized, full)))
-    return Merged(
-        full, form, lay_out_model(full, form), resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized
-    )
+        notes = [f"the base {quantized.name} is quantized: ΔW is added to the weights that it computes with"]
+        lost = _lost(quantized, full)
+        if lost:
+            notes.append(f"Not in the result, because transformers does not load it: {and_more(lost)}")
+        full = replace(full, notes=(*full.notes, *notes))
+
+    shards = lay_out_model(full, form)
+    return Merged(full, form, shards, resolved.magnitudes, resolved.kept_rows, resolved.kept_share(), quantized)
 
 
-def _lost(quantized: Checkpoint, plan: Plan) -> Iterator[str]:
-    """A note about modules of a quantized base that the dequantized one lacks: transformers does not load them."""
+def _lost(quantized: Checkpoint, plan: Plan) -> list[str]:
+    """The modules of a quantized base that the dequantized one lacks, because transformers does not load them."""
     assert plan.base.skeleton is not None  # of full weights
     left = {parameter.module for parameter in plan.base.skeleton.parameters.values()}
+
+    # A weight's scales may be stored below it, as `q_proj.weight.absmax`.
     stored = dict.fromkeys(parameter.module.removesuffix(".weight") for parameter in quantized.parameters.values())
     model = quantized.base
-    others = (module for module in stored if module not in left)
-    if lost := [module for module in others if model.convert(f"{module}.weight")[0] not in model.parameters]:
-        yield f"Not in the result, because transformers does not load it: {and_more(lost)}"
-
-
-def _base(base: Checkpoint, entered: Entered) -> SourceRecord:
-    return SourceRecord.of_checkpoint(base, entered.of(BASE)).with_fingerprints(base.source)
+    lost = []
+    for module in stored:
+        if module not in left and model.convert(f"{module}.weight")[0] not in model.parameters:
+            lost.append(module)
+    return lost
 
 
 def _source(name: str, expert: Adapter | Checkpoint, entered: Entered) -> SourceRecord:
