@@ -240,5 +240,6 @@ def test_blocks_that_layers_share(tmp_path: Path) -> None:
     plan = adapterswap.compose(soup, experts)
     assert plan.slots[name].layer is None
     assert not any("no expert adapts them" in line for line in plan.remarks)
+    assert any("albert.encoder.albert_layer_groups" in line for line in plan.remarks if name not in line)
     written = plan.write(tmp_path / "out")
     close(delta(written, name), sum(delta(expert, name) for expert in experts.values()) / 2)
