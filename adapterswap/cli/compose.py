@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
@@ -129,6 +130,7 @@ def compose_command(
     form = Form(layout, max_rank, max_error, names)
     with working("opening the experts"):
         plan = any_plan_from_options(request, recipe=recipe, base_model=base_model)
+
     if plan.is_model:
         if form != Form():
             raise click.UsageError(
@@ -138,6 +140,7 @@ def compose_command(
 
         write_full_weights(plan, ModelForm(dtype=recipe_dtype(recipe)), result)
         return
+
     COMPOSED.check(result.out_path, overwrite=result.overwrite, inputs=plan.inputs)
     with truncating(plan, form) as advance:
         prepared = prepare(plan, form, advance)
@@ -151,16 +154,18 @@ def compose_command(
 @contextmanager
 def truncating(plan: Plan, form: Form) -> Iterator[Callable[[str], None]]:
     """Show the progress of truncating a plan's modules; yields what to call with the name of each."""
-
-    with progress_bar("truncating", sum(form.reduces(module) for module in plan)) as advance:
+    number = sum(form.reduces(module) for module in plan)
+    with progress_bar("truncating", number) as advance:
         yield lambda name: advance()
 
 
 def _adapter_as_json(prepared: Prepared) -> dict[str, Any]:
-    layout, largest = prepared.layout, _largest_rank(prepared)
+    """What --json prints of an adapter."""
+    layout = prepared.layout
+    largest_rank = _largest_rank(prepared)
     rank = None
-    if largest is not None:
-        rank = {"global": layout.config["r"], "largest": largest}
+    if largest_rank is not None:
+        rank = {"global": layout.config["r"], "largest": largest_rank}
     return {
         **plan_as_json(prepared.plan),
         "rank": rank,
@@ -179,8 +184,10 @@ def _largest_rank(prepared: Prepared) -> int | None:
 
 
 def _print_adapter(prepared: Prepared) -> None:
+    """Print the zones, the strip, and what the adapter holds."""
     plan, layout = prepared.plan, prepared.layout
-    if (zones := plan.zones_text) is not None:
+    zones = plan.zones_text
+    if zones is not None:
         note(zones)
 
     # Modules without terms stay as in the base and are not written.
@@ -190,34 +197,30 @@ def _print_adapter(prepared: Prepared) -> None:
         modules = f"{changed} of {len(plan.modules)} modules"
     copied = sum(tensor.is_copied for tensor in layout.tensors)
     summary = f"{modules}; {copied} of {len(layout.tensors)} tensors are copied byte for byte"
-    largest = _largest_rank(prepared)
-    if largest is not None:
-        summary += f"; rank up to {largest}"
+    largest_rank = _largest_rank(prepared)
+    if largest_rank is not None:
+        summary += f"; rank up to {largest_rank}"
     print_plan(plan, f"{summary}; {human_bytes(layout.nbytes)}")
 
-    for first, second in _same(plan):
-        note(f"Warning: {first} and {second} are the same folder")
+    folders = {name: adapter.source.folder.resolve() for name, adapter in plan.experts.items()}
+    for first, second in combinations(folders, 2):
+        if folders[first] == folders[second]:
+            note(f"Warning: {first} and {second} are the same folder")
     print_magnitudes(prepared.resolved.magnitudes, prepared.resolved.kept_share())
     _print_errors(prepared)
 
 
-def _same(plan: Plan) -> list[tuple[str, str]]:
-    """Pairs of names that stand for the same folder."""
-    from itertools import combinations
-
-    places = {name: adapter.source.folder.resolve() for name, adapter in plan.experts.items()}
-    return [(first, second) for first, second in combinations(places, 2) if places[first] == places[second]]
-
-
 def _print_errors(prepared: Prepared) -> None:
-    form, reduced = prepared.form, prepared.reduced
+    """Print how much of ΔW is lost, with a warning if rounding or a low rank loses much."""
+    form = prepared.form
     treatment = "computed at their full rank"
     if form.max_rank is not None or form.max_error is not None:
         treatment = "truncated"
     print_errors_of_rank(prepared.errors, treatment)
 
     largest, name = max(((error, name) for name, error in prepared.errors.items()), default=(0.0, ""))
-    if form.max_error is not None and max((m.error for m in reduced.values()), default=0) <= form.max_error < largest:
+    before_rounding = max((module.error for module in prepared.reduced.values()), default=0)
+    if form.max_error is not None and before_rounding <= form.max_error < largest:
         note(
             f"Warning: rounding {name} to its dtype raises its error to {largest:.2g}, above --max-error "
             f"{form.max_error:g}"
@@ -245,6 +248,7 @@ def write_full_weights(
 
 
 def _weights_as_json(merged: Merged) -> dict[str, Any]:
+    """What --json prints of full weights."""
     weights = merged.plan.base.weights
     return {
         **plan_as_json(merged.plan),
@@ -270,19 +274,23 @@ def _copied(merged: Merged) -> int:
 
 
 def _print_weights(merged: Merged) -> None:
+    """Print the strip, what the weights hold, and whose config and tokenizer they have."""
     plan = merged.plan
     total = human_bytes(sum(shard.size for shard in merged.shards))
-    shards = f"{len(merged.shards)} shard{'s' * (len(merged.shards) > 1)}"
-    assert plan.base.skeleton is not None  # of full weights
+    shards = "1 shard"
+    if len(merged.shards) != 1:
+        shards = f"{len(merged.shards)} shards"
     summary = f"{_copied(merged)} of {len(plan.slots)} tensors are copied byte for byte; {total} in {shards}"
 
-    source, owner, folder = plan.companions.config, plan.companions.owner("tokenizer"), plan.base.skeleton.name
-    place = folder
-    if folder != source:
-        place = f"{source} ({folder})"
-    origins = f"config and tokenizer from {place}"
-    if owner not in (None, source):
-        origins = f"config from {place}, tokenizer from {owner}"
+    assert plan.base.skeleton is not None  # full weights have one
+    config_owner = plan.companions.config
+    config = folder = plan.base.skeleton.name
+    if folder != config_owner:
+        config = f"{config_owner} ({folder})"
+    origins = f"config and tokenizer from {config}"
+    tokenizer_owner = plan.companions.owner("tokenizer")
+    if tokenizer_owner not in (None, config_owner):
+        origins = f"config from {config}, tokenizer from {tokenizer_owner}"
     print_plan(plan, summary, origins)
     print_magnitudes(merged.magnitudes, merged.kept_share)
 
@@ -362,62 +370,72 @@ def export_command(
     division = None
     if pieces:
         division = by or "layer"
+
     form = Form(max_rank=max_rank, max_error=max_error)
     plan = plan_of(path, request, base_model=base_model)
     check_gguf(plan, out_path, pieces=division, overwrite=overwrite)
     with truncating(plan, form) as advance:
         prepared = PreparedGguf.of(plan, form, advance)
+
     exported = write_gguf(prepared, out_path, outtype=outtype, pieces=division, overwrite=overwrite, dry_run=dry_run)
     result = Writing(out_path, overwrite, dry_run, as_json)
     result.report(lambda: _gguf_as_json(prepared, exported), lambda: _print_gguf(prepared, exported))
 
 
 def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
+    """What --json prints of GGUF files."""
+    files = []
+    for file in exported.files:
+        files.append(
+            {
+                "name": file.path.name,
+                "layer": file.layer,
+                "kind": file.kind,
+                "layers": list(file.layers),
+                "modules": file.modules,
+                "bytes": file.nbytes,
+            }
+        )
     return {
         **plan_as_json(prepared.plan),
         "architecture": exported.architecture,
         "outtype": exported.outtype,
         "alpha": exported.alpha,
         "base_model": exported.base_model,
-        "files": [
-            {"name": file.path.name, "layer": file.layer, "kind": file.kind, "layers": list(file.layers),
-             "modules": file.modules, "bytes": file.nbytes}
-            for file in exported.files
-        ],
+        "files": files,
         "bytes": exported.nbytes,
         "modelfile": exported.modelfile(),
         "server_command": exported.server_command(),
         **prepared.adapter.measured,
-    }  # fmt: skip
+    }
 
 
 def _print_gguf(prepared: PreparedGguf, exported: Exported) -> None:
+    """Print the strip, what the files hold, and how to run them."""
     import shlex
 
     from adapterswap.core.companions.companions import CompanionPlan
 
+    plan = prepared.plan
     modules = sum(file.modules for file in exported.files)
     summary = f"{modules} modules of {exported.architecture} as {exported.outtype}"
     if exported.is_pieces:
         summary += f" in {len(exported.files)} files"
-    print_plan(prepared.plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
-    base, folder = prepared.plan.base.at_hand, None
-    if base is not None:
-        folder = base.folder
-    experts = {name: expert.source.folder for name, expert in prepared.plan.experts.items()}
-    for line in CompanionPlan.on_the_base(experts, folder):
+    print_plan(plan, f"{summary}; alpha {exported.alpha:g}; {human_bytes(exported.nbytes)}", companions=False)
+
+    base_folder = None
+    if plan.base.at_hand is not None:
+        base_folder = plan.base.at_hand.folder
+    experts = {name: expert.source.folder for name, expert in plan.experts.items()}
+    for line in CompanionPlan.on_the_base(experts, base_folder):
         note(line)
     print_errors_of_rank(prepared.adapter.errors)
 
     # How to run it
-    if (modelfile := exported.modelfile()) is not None:
-        echo(
-            "",
-            f"Ollama Modelfile, for a file beside {exported.path.name}:",
-            "",
-            *modelfile.removesuffix("\n").split("\n", 1),
-            "",
-        )
+    modelfile = exported.modelfile()
+    if modelfile is not None:
+        echo("", f"Ollama Modelfile, for a file beside {exported.path.name}:", "")
+        echo(*modelfile.removesuffix("\n").split("\n", 1), "")
     else:
         echo("", "A file has no effect until a request gives its id a scale:")
         echo('"lora": [{"id": 0, "scale": 1.0}, ...]', "")

@@ -173,6 +173,7 @@ def evaluate_command(
         settings = replace(settings, engine="vllm")
         if out_path is not None:
             raise click.UsageError("--compare-engines writes no folder: leave out --out-path.")
+
     _phase("reading the tasks")
     with working("reading the tasks", shown=Processes.is_first()):
         prepared = Evaluation.prepare(
@@ -190,19 +191,22 @@ def evaluate_command(
     if Processes.is_first():
         for line in prepared.companions.prompt_lines:
             note(line)
-    if (date := prepared.exam.settings.date) != settings.date and Processes.is_first():
-        note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
+        date = prepared.exam.settings.date
+        if date != settings.date:
+            note(f"the chat template prints today's date: pass --date {date} to get the same prompts again")
     unscored = [name for name in prepared.exam.tasks.tasks if name.startswith("multijail_")]
     if unscored and out_path is None and not dry_run:
         raise click.UsageError(f"{unscored[0]} has no score: pass --out-path to keep the responses for a judge.")
+
     if dry_run:
-        choose_device(device)
+        choose_device(device)  # is it there?
         if Processes.is_first():
             _dry_run(prepared, as_json)
         return
     if compare_engines:
         _compare(prepared, device, dtype, as_json)
         return
+
     _phase(f"loading {base_model}")
     with (
         together(device) as processes,
@@ -219,6 +223,7 @@ def evaluate_command(
         )
     if not processes.main:
         return
+
     if as_json:
         print_json({**result.as_json(), "subject": prepared.described, "out_path": out_path})
     else:
@@ -276,8 +281,10 @@ def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> No
         return
     cells: list[list[Any]] = []
     for row in rows:
-        means = f"{row.transformers:.3f}", f"{row.vllm:.3f}", _with_error(row.difference, row.stderr, "+")
-        cells.append([f"{row.task} {row.metric},{row.filter}", row.documents, row.equal, *means])
+        score = f"{row.task} {row.metric},{row.filter}"
+        difference = _with_error(row.difference, row.stderr, "+")
+        means = [f"{row.transformers:.3f}", f"{row.vllm:.3f}", difference]
+        cells.append([score, row.documents, row.equal, *means])
     print_rows("score", "n", "equal answers", "transformers", "vllm", "difference", rows=cells)
 
 

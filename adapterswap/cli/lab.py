@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
 
 from adapterswap.cli.options import Count, Folder, Json, Output
 from adapterswap.cli.output import (
+    all_or_nothing,
     echo,
     is_quiet,
     note,
@@ -74,27 +73,28 @@ def lab_command(
     from adapterswap.experiments.lab.french import FrenchPlan
 
     constructed = seeds is not None or rebuild_base or jobs is not None
-    if scene is None:
-        chosen, hint = "gap", ""
-        if experts_path and not constructed:
+    chosen: str | None = scene
+    if chosen is None:
+        # The options decide between the scenes, else the packages that are installed.
+        if constructed:
+            chosen = "gap"
+        elif experts_path:
             chosen = "french"
-        elif not constructed:
+        else:
             chosen, hint = FrenchPlan.default_scene()
-        if hint:
-            note(f"scene gap; {hint}")
+            if hint:
+                note(f"scene gap; {hint}")
 
-        scene = "gap"
-        if chosen == "french":
-            scene = "french"
-    if scene == "french":
+    if chosen == "french":
         if constructed:
             raise click.UsageError("--seeds, --rebuild-base and --jobs apply to --scene gap and no-gap.")
-        run_scene_french(out_path, experts_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
+        run_french(out_path, experts_path, overwrite=overwrite, dry_run=dry_run, as_json=as_json)
         return
+
     if experts_path is not None:
         raise click.UsageError("--experts applies to --scene french.")
     run_constructed(
-        scene, seeds or DEFAULT_SEEDS, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite,
+        chosen, seeds or DEFAULT_SEEDS, out_path, rebuild_base=rebuild_base, jobs=jobs, overwrite=overwrite,
         dry_run=dry_run, as_json=as_json,
     )  # fmt: skip
 
@@ -113,7 +113,7 @@ def run_constructed(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run a scene on pico models."""
+    """Run a scene on pico models, or print what it would do."""
     from adapterswap.experiments.lab import LabPlan
 
     plan = LabPlan.of(scene, seeds, out_path, rebuild_base=rebuild_base, overwrite=overwrite)
@@ -123,8 +123,12 @@ def run_constructed(
         else:
             _print_plan(plan)
         return
-    with _progress(seeds) as progress:
-        study = plan.run(jobs=jobs, tell=progress.tell, finished=progress.finish)
+
+    remark = "No seed is kept: the folder is written when all of them have finished."
+    with all_or_nothing(remark), Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
+        rows = _SeedRows(bars, seeds)
+        study = plan.run(jobs=jobs, tell=rows.tell, finished=rows.finish)
+
     content = study.to_json()
     if as_json:
         print_json({"dry_run": False, **content})
@@ -135,8 +139,8 @@ def run_constructed(
     note(f"to move layers and watch the answers change: adapterswap studio --lab {shlex.quote(out_path)}")
 
 
-def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
-    """Run the scene on the pretrained model."""
+def run_french(out_path: str, experts_path: str | None, *, overwrite: bool, dry_run: bool, as_json: bool) -> None:
+    """Run the scene on the pretrained model, or print what it would do."""
     from adapterswap.experiments.lab.french import FrenchPlan
 
     plan = FrenchPlan.of(out_path, experts=experts_path, overwrite=overwrite)
@@ -152,10 +156,12 @@ def run_scene_french(out_path: str, experts_path: str | None, *, overwrite: bool
             print_line("methods", ", ".join(content["methods"]))
             note_dry_run("evaluated")
         return
+
     with resumable(overwrite=overwrite), Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
         stages = _Stages(bars)
         result = plan.run(tell=stages.tell)
         stages.finish()
+
     if as_json:
         print_json({"dry_run": False, **result.to_json()})
     else:
@@ -184,10 +190,10 @@ class _Stages:
 
 
 def _print_plan(plan: LabPlan) -> None:
-    scene, sizes, number = plan.scene, plan.sizes, len(plan.pretrained)
+    scene, sizes = plan.scene, plan.sizes
     bases = "shipped"
-    if number:
-        bases = f"{number} pretrained, about three minutes each"
+    if plan.pretrained:
+        bases = f"{len(plan.pretrained)} pretrained, about three minutes each"
     lines = {
         "scene": scene.name,
         "seeds": f"{plan.seeds}; bases: {bases}",
@@ -200,15 +206,11 @@ def _print_plan(plan: LabPlan) -> None:
     note_dry_run("trained")
 
 
-@contextmanager
-def _progress(seeds: int) -> Iterator[_SeedRows]:
-    """Show a bar for each running seed on stderr, or a line a minute without a terminal."""
-    with Progress(shown=not is_quiet(), line_every=_LINE_EVERY_S) as bars:
-        yield _SeedRows(bars, seeds)
-
-
 class _SeedRows:
-    """A row for each running seed, and a line with its scores when it has ended; then a row for the report."""
+    """A bar for each running seed, or a line a minute without a terminal; then a row for the report.
+
+    When a seed has ended, a line with its scores takes its place.
+    """
 
     def __init__(self, bars: Progress, seeds: int) -> None:
         self._bars, self._left = bars, seeds
@@ -221,12 +223,13 @@ class _SeedRows:
 
     def finish(self, seed: int, result: SeedResult) -> None:
         row = self._rows.pop(seed, None)
-        took = ""
+        duration = ""
         if row is not None:
-            took = f" ({row.elapsed})"
+            duration = f" ({row.elapsed})"
             self._bars.remove(row)
         scores = ", ".join(f"{name} {result.right[name]['xx'].mean():.3f}" for name in _SHOWN)
-        note(f"seed {seed}: xx math: {scores}{took}")
+        note(f"seed {seed}: xx math: {scores}{duration}")
+
         self._left -= 1
         if not self._left:
             self._bars.row("the report")

@@ -240,6 +240,15 @@ def resumable(*, overwrite: bool, shown: bool = True) -> Iterator[None]:
 
 
 @contextmanager
+def all_or_nothing(remark: str) -> Iterator[None]:
+    """After Ctrl-C, say why nothing is kept, and that the same command starts over."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{remark} Run the command again to start over.") from None
+
+
+@contextmanager
 def working(label: str, *, shown: bool = True) -> Iterator[ProgressRow]:
     """Show progress of unknown length; nothing may be printed meanwhile."""
     with Progress(shown=shown and not is_quiet()) as progress:

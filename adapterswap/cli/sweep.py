@@ -50,6 +50,7 @@ from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
     from adapterswap.experiments.sweeps import Run, SweepProgress
+    from adapterswap.experiments.sweeps.prepared import PreparedSweep
     from adapterswap.experiments.sweeps.run import Estimate
 
 
@@ -123,9 +124,18 @@ def sweep_command(
     only_with("--freeze, or with `adapterswap report`", freeze, "reference", "methods")
     if freeze and overwrite:
         raise click.UsageError("--freeze cannot be combined with --overwrite: register before you run the sweep.")
-    short: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "engine": engine, "in_flight": in_flight}
-    short |= {f"engine_args.{key}": json.dumps(value) for key, value in parsed_arguments(engine_args).items()}
-    settings = with_short(overrides, {"base_model": base_model, **{f"settings.{key}": short[key] for key in short}})
+
+    # The recipe, with what the options change
+    short: dict[str, Any] = {
+        "base_model": base_model,
+        "settings.limit": limit,
+        "settings.batch_size": batch_size,
+        "settings.engine": engine,
+        "settings.in_flight": in_flight,
+    }
+    for key, value in parsed_arguments(engine_args).items():
+        short[f"settings.engine_args.{key}"] = json.dumps(value)
+    settings = with_short(overrides, short)
     sweep_recipe = SweepRecipe.read(find_recipe(recipe, "sweep"), settings)
     if experts or rules:
         sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
@@ -135,39 +145,23 @@ def sweep_command(
             sweep_recipe,
             confirm_run_unsafe_code=confirm_run_unsafe_code,
             trust_task_code=trust_task_code,
-            out_path=None if freeze else out_path,  # of a registration nothing else is written
+            out_path=None if freeze else out_path,  # a registration writes one file, and no results
             overwrite=overwrite,
         )
     if Processes.is_first():
         for line in prepared.notes:
             note(line)
-    if freeze:
-        from adapterswap.experiments.sweeps.recording import Preregistration
 
-        tested_methods = list(methods) or None
+    if freeze:
         if Processes.is_first():
-            content = Preregistration.freeze(
-                prepared, out_path, reference=reference, methods=tested_methods, dry_run=dry_run
-            )
-            summary = {**content["comparison"], "cells": len(content["sweep"]["cells"]), "sha256": content["sha256"]}
-            if as_json:
-                print_json({"dry_run": dry_run, **summary})
-            else:
-                echo(content["sha256"])
-            note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
+            _freeze(prepared, out_path, reference, list(methods) or None, dry_run=dry_run, as_json=as_json)
         return
+
     if dry_run:
-        choose_device(device)
+        choose_device(device)  # is it there?
         expected = Estimate.of(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
         if Processes.is_first():
-            if as_json:
-                strips = {name: plan.strip for name, plan in prepared.by_rules}
-                print_json({"dry_run": True, **expected.as_json(), "strips": strips})
-            else:
-                _print_estimate(expected)
-                for name, plan in prepared.by_rules:
-                    echo("", name, *plan.strip.splitlines())
-            note_dry_run("evaluated")
+            _print_dry_run(prepared, expected, as_json=as_json)
         return
 
     with (
@@ -181,10 +175,16 @@ def sweep_command(
         )  # fmt: skip
     if not processes.main:
         return
+
     if as_json:
-        finished_rows = [row.as_json() for row in summarize(run)]
-        counts = {"cells": len(run.results), "given_up": len(run.given_up)}
-        content = {"dry_run": False, **counts, "families": finished_rows, "remarks": run.remarks, "out_path": out_path}
+        content = {
+            "dry_run": False,
+            "cells": len(run.results),
+            "given_up": len(run.given_up),
+            "families": [row.as_json() for row in summarize(run)],
+            "remarks": run.remarks,
+            "out_path": out_path,
+        }
         print_json(content)
     else:
         _print(run)
@@ -195,30 +195,65 @@ def sweep_command(
     note_output(out_path, f"to see the results, run adapterswap report {out_path}")
 
 
+def _freeze(
+    prepared: PreparedSweep,
+    out_path: str,
+    reference: str | None,
+    methods: list[str] | None,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Register what the sweep will compare and choose, and print the hash."""
+    from adapterswap.experiments.sweeps.recording import Preregistration
+
+    content = Preregistration.freeze(prepared, out_path, reference=reference, methods=methods, dry_run=dry_run)
+    if as_json:
+        cells = len(content["sweep"]["cells"])
+        print_json({"dry_run": dry_run, **content["comparison"], "cells": cells, "sha256": content["sha256"]})
+    else:
+        echo(content["sha256"])
+    note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
+
+
+def _print_dry_run(prepared: PreparedSweep, expected: Estimate, *, as_json: bool) -> None:
+    """Print what would be evaluated, and the strips of compositions that are rules."""
+    if as_json:
+        strips = {name: plan.strip for name, plan in prepared.by_rules}
+        print_json({"dry_run": True, **expected.as_json(), "strips": strips})
+    else:
+        _print_estimate(expected)
+        for name, plan in prepared.by_rules:
+            echo("", name, *plan.strip.splitlines())
+    note_dry_run("evaluated")
+
+
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
     """Show the cells with the best so far, and the current cell's requests; in a log, a line for every tenth."""
     with Progress(shown=shown and not is_quiet()) as bars:
         cells = bars.row("preparing")
         requests: ProgressRow | None = None
-        tenths, name = 0, ""
+        current_cell = ""
+        tenths = 0  # of the cells, that a line was printed for
 
         def update(progress: SweepProgress) -> None:
-            nonlocal requests, tenths, name
+            nonlocal requests, current_cell, tenths
             best, part = "", 0.0
             if progress.best is not None:
                 best = f"best {progress.value:.3f} {progress.best.short}"
             if progress.requests_total:
                 part = progress.requests / progress.requests_total
+
+            # The rows appear with the first news.
             if cells.total is None:
                 cells.begin("cells", progress.total, done=progress.done)
                 requests = bars.row(progress.cell)
             cells.update(progress.done, progress.total, note=best, part=part)
-
             assert requests is not None
-            if progress.cell != name:
-                name = progress.cell
-                requests.begin(name, progress.requests_total or None)
+            if progress.cell != current_cell:
+                current_cell = progress.cell
+                requests.begin(current_cell, progress.requests_total or None)
             requests.update(progress.requests, progress.requests_total or None)
 
             if shown and not sys.stderr.isatty() and progress.done * 10 // progress.total > tenths:
@@ -232,6 +267,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[SweepProgress], None]]:
 
 
 def _print_estimate(expected: Estimate) -> None:
+    """Print a labeled line for each number of the estimate."""
     families = ", ".join(f"{count} {name}" for name, count in expected.families.items())
     documents = ", ".join(f"{name} {count}" for name, count in expected.documents.items())
     remaining = expected.cells - expected.finished - expected.given_up
@@ -240,11 +276,14 @@ def _print_estimate(expected: Estimate) -> None:
         finished += f" and {expected.given_up:,} given up"
 
     # How the model changes from one composition to the next
-    switches, order = f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first", " first"
-    if expected.engine is not None:
-        switches, order = f"{expected.reduced:,} written as adapters", ", last"
+    if expected.engine is None:
+        switches = f"{expected.switched:,} live; {expected.reduced:,} reduced to an adapter first"
+        merged = f"{expected.merged:,} merged into full weights first"
+    else:
+        switches = f"{expected.reduced:,} written as adapters"
+        merged = f"{expected.merged:,} merged into full weights, last"
     if expected.merged:
-        switches += f"; {expected.merged:,} merged into full weights{order}"
+        switches += f"; {merged}"
 
     lines = {
         "cells": f"{expected.cells:,}: {families}",
@@ -272,14 +311,15 @@ def _engine_text(engine: dict[str, Any]) -> str:
     if not engine["highest_rank"]:
         return "no adapters"
     ((cell, rank),) = engine["highest_rank"].items()
-    numbers = engine["slots"]
+    megabytes = 2 * engine["slots"] / 2**20  # two bytes a number
     return (
         f"max_lora_rank {engine['max_lora_rank']} (rank {rank} in {cell}), max_loras {engine['max_loras']}: slots of "
-        f"{numbers * 2 / 2**20:,.0f} MB in 16 bits; max_model_len {engine['max_model_len']}"
+        f"{megabytes:,.0f} MB in 16 bits; max_model_len {engine['max_model_len']}"
     )
 
 
 def _time_text(expected: Estimate) -> str:
+    """How long the remaining cells take, and what the estimate is based on."""
     if expected.seconds is None:
         text = "not estimated: no cell is finished yet"
         if expected.tokens:
@@ -301,23 +341,28 @@ def _print(run: Run) -> None:
     if reduced:
         heads.append("ΔW error")
 
-    cells: list[list[Any]] = []
+    lines: list[list[Any]] = []
     for row in rows:
-        minimum = maximum = best = chosen_at = None
+        minimum = maximum = chosen_at = None
+        best = ""
         if row.n > 1:
             minimum, maximum = row.minimum, row.maximum
         if row.best is not None:
             best, chosen_at = row.best or "(defaults)", row.chosen_at
         values = [number_text(value, missing="") for value in (minimum, row.mean, maximum)]
         halves = [number_text(value, missing="") for value in (chosen_at, row.reported_at)]
-        cells.append([row.family, row.n, *values, best or "", *halves])
+        line = [row.family, row.n, *values, best, *halves]
         if row.relative_error is not None:
-            cells[-1].append(error_text(row.relative_error))
+            line.append(error_text(row.relative_error))
         elif reduced:
-            cells[-1].append("")
-    print_rows(*heads, rows=cells)
+            line.append("")
+        lines.append(line)
+    print_rows(*heads, rows=lines)
 
-    targets = [f"{task.name} ({', '.join(task.primary)})" for task in run.tasks.values() if task.role == "target"]
+    targets = []
+    for task in run.tasks.values():
+        if task.role == "target":
+            targets.append(f"{task.name} ({', '.join(task.primary)})")
     echo("", f"Means over {', '.join(targets)}.")
     if any(row.best is not None for row in rows):
         echo("Configurations are chosen on one part of the documents and reported on the other.")

@@ -114,12 +114,12 @@ def test_the_studio_opens_a_run(base: Path, tokenizer: Any, tmp_path: Path) -> N
         8,
         0,
     )
-    assert len({problem.prompt("fr") for problem in lab.problems}) == lab.shown
+    assert len({problem.prompt("fr") for problem in lab.problems}) == lab.on_page
     first = lab.problems[0]
     assert f"Expected answer: <b>{first.answer}</b>" in meaning_html(lab, first.prompt("fr"))
     problems = lab.problems[:4]
     with workspace.holding(workspace.composition(choice)), torch.no_grad():
-        marks = lab.asked(problems, "fr").exact_match(workspace.live.model)
+        marks = lab.make_questions(problems, "fr").exact_match(workspace.live.model)
         for problem, mark in zip(problems, marks, strict=True):
             ids = tokenizer(problem.prompt("fr"), return_tensors="pt")["input_ids"]
             wanted = [*tokenizer(f" {problem.answer}")["input_ids"], tokenizer.eos_token_id]

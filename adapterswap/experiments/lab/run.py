@@ -25,33 +25,7 @@ _PICTURES = {"scores": "scores", "landscape": "grid"}  # the report's figures th
 _WIDTH = 6.75  # inches
 
 
-def _words(study: Study) -> Figure:
-    """The scores of some methods by the number of words that the base hardly knows: bars are means, dots seeds."""
-    figure = STYLE.figure(_WIDTH, 3.6)
-    axes = figure.add_subplot()
-    labels = list(study.by_unfamiliar("base"))
-    methods = ("math expert", "reset", "soup", "sum", "layer swap")
-    width = 0.8 / len(methods)
-    dots: dict[str, Any] = {"s": 12, "facecolors": "white", "edgecolors": STYLE.ink, "linewidths": 0.8, "zorder": 3}
-    for position, (method, look) in enumerate(zip(methods, reversed(STYLE.looks(len(methods))), strict=True)):
-        summaries = study.by_unfamiliar(method)
-        left = [group + (position - (len(methods) - 1) / 2) * width for group in range(len(labels))]
-        axes.bar(left, [summaries[label].mean for label in labels], width * 0.9, color=look.colour, label=method)
-        for place, label in zip(left, labels, strict=True):
-            values = summaries[label].values
-            axes.scatter([place] * len(values), values, **dots)
-    axes.set_xticks(range(len(labels)), labels)
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("words of the problem that the base hardly knows")
-    axes.set_ylabel("exact match, xx math")
-    axes.set_title("Where the gain comes from (dots: seeds)", loc="left")
-    STYLE.grid(axes, "y")
-    axes.legend(ncols=2)
-    return figure
-
-
 _RECORD = "results.json"
-
 
 LAB = OutputKind(_RECORD, lambda record: record.get("format") == LAB_FORMAT)
 """The output of `lab`."""
@@ -98,7 +72,9 @@ class LabPlan:
     @property
     def pretrained(self) -> tuple[int, ...]:
         """The seeds whose base is pretrained, not taken from the package (about three minutes each on a core)."""
-        return tuple(s for s in range(self.seeds) if self.rebuild_base or not shipped_file(self.scene, s).exists())
+        if self.rebuild_base:
+            return tuple(range(self.seeds))
+        return tuple(seed for seed in range(self.seeds) if not shipped_file(self.scene, seed).exists())
 
     def to_json(self) -> dict[str, Any]:
         """What a dry run prints: rows and problems are those of one seed."""
@@ -144,13 +120,45 @@ class LabPlan:
                 self.scene, self.seeds, folder, rebuild_base=self.rebuild_base, sizes=self.sizes, jobs=jobs, tell=tell,
                 finished=finished,
             )  # fmt: skip
-            content, rows = study.to_json(), list(study.answers())
-            text = visible(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+
+            text = visible(json.dumps(study.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
             (folder / _RECORD).write_text(text + "\n", encoding="utf-8")
+            rows = list(study.answers())
             (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
             name = expand(self.out_path).resolve().name
             write_lab_report(folder, json.loads(text), rows, name=name, pictures=_PICTURES, width=_WIDTH)
             if self.scene.unfamiliar:
                 with STYLE.applied():
-                    STYLE.save(_words(study), folder, "words", ["png"])
+                    STYLE.save(_draw_unfamiliar(study), folder, "words", ["png"])
         return study
+
+
+def _draw_unfamiliar(study: Study) -> Figure:
+    """The scores of some methods by the number of words that the base hardly knows: bars are means, dots seeds."""
+    labels = list(study.by_unfamiliar("base"))
+    methods = ("math expert", "reset", "soup", "sum", "layer swap")
+    looks = reversed(STYLE.looks(len(methods)))
+
+    figure = STYLE.figure(_WIDTH, 3.6)
+    axes = figure.add_subplot()
+    width = 0.8 / len(methods)
+    dots: dict[str, Any] = {"s": 12, "facecolors": "white", "edgecolors": STYLE.ink, "linewidths": 0.8, "zorder": 3}
+    for position, (method, look) in enumerate(zip(methods, looks, strict=True)):
+        summaries = study.by_unfamiliar(method)
+        offset = (position - (len(methods) - 1) / 2) * width  # from the middle of a group of bars
+        middles = [group + offset for group in range(len(labels))]
+        means = [summaries[label].mean for label in labels]
+        axes.bar(middles, means, width * 0.9, color=look.colour, label=method)
+        for middle, label in zip(middles, labels, strict=True):
+            values = summaries[label].values
+            axes.scatter([middle] * len(values), values, **dots)
+
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("words of the problem that the base hardly knows")
+    axes.set_ylabel("exact match, xx math")
+    axes.set_title("Where the gain comes from (dots: seeds)", loc="left")
+    STYLE.grid(axes, "y")
+    axes.legend(ncols=2)
+    return figure

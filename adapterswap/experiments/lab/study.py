@@ -75,15 +75,18 @@ def difference(one: Sequence[NDArray[np.bool_]], other: Sequence[NDArray[np.bool
     Args:
         one, other: per seed, whether each problem was answered correctly (problems,); the same problems in both.
     """
-    pairs = [a.astype(float) - b.astype(float) for a, b in zip(one, other, strict=True)]
-    of_seeds = [intervals.mean_interval(pair, documents="problems", bounds=intervals.DIFFERENCE) for pair in pairs]
-    clear = [interval.mean for interval in of_seeds if interval.excludes_zero]
-    return PairedDifference(
-        summarize([interval.mean for interval in of_seeds]),
-        tuple(interval.half for interval in of_seeds),
-        won=sum(mean > 0 for mean in clear),
-        lost=sum(mean < 0 for mean in clear),
-    )
+    of_seeds = []
+    won = lost = 0
+    for a, b in zip(one, other, strict=True):
+        minus = a.astype(float) - b.astype(float)
+        interval = intervals.mean_interval(minus, documents="problems", bounds=intervals.DIFFERENCE)
+        of_seeds.append(interval)
+        if interval.excludes_zero:
+            won += interval.mean > 0
+            lost += interval.mean < 0
+
+    over_seeds = summarize([interval.mean for interval in of_seeds])
+    return PairedDifference(over_seeds, tuple(interval.half for interval in of_seeds), won=won, lost=lost)
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,29 @@ class Study:
 
     def against(self, method: str, *, language: str = "xx", than: str = "layer swap") -> PairedDifference:
         """How much better `than` is than `method`, paired by seed and by problem."""
-        return difference(
-            [seed.right[than][language] for seed in self.seeds], [seed.right[method][language] for seed in self.seeds]
-        )
+        one = [seed.right[than][language] for seed in self.seeds]
+        other = [seed.right[method][language] for seed in self.seeds]
+        return difference(one, other)
 
     def by_unfamiliar(self, method: str) -> dict[str, Summary]:
         """A method's accuracy in xx on problems with 0, 1, and 2 or more unfamiliar words, if there are any."""
         counts = self.seeds[0].unfamiliar
         groups = {"0": counts == 0, "1": counts == 1, "2+": counts >= 2}
-        return {
-            label: summarize([float(seed.right[method]["xx"][chosen].mean()) for seed in self.seeds])
-            for label, chosen in groups.items()
-            if chosen.any()
-        }
+        summaries = {}
+        for label, chosen in groups.items():
+            if chosen.any():
+                summaries[label] = summarize([float(seed.right[method]["xx"][chosen].mean()) for seed in self.seeds])
+        return summaries
 
     def to_json(self) -> dict[str, Any]:
         """All results as plain data, except the single answers."""
+        scores: dict[str, dict[str, Any]] = {}
+        by_unfamiliar_words: dict[str, dict[str, Any]] = {}
+        for method in METHODS:
+            scores[method] = {language: asdict(self.score(method, language)) for language in ("xx", "en")}
+            summaries = self.by_unfamiliar(method)
+            by_unfamiliar_words[method] = {label: asdict(summary) for label, summary in summaries.items()}
+
         scene = self.scene
         return {
             "format": LAB_FORMAT,
@@ -122,33 +132,10 @@ class Study:
             "scene": {"name": scene.name, "question": scene.question, "unfamiliar": sorted(scene.unfamiliar)},
             "methods": METHODS,
             "problems": len(self.seeds[0].unfamiliar),
-            "seeds": [
-                {
-                    "seed": seed.seed,
-                    "bottom": seed.bottom,
-                    "top": seed.top,
-                    "scale": seed.scale,
-                    "development": {
-                        "grid": [{"bottom": b, "top": u, "xx": value} for (b, u), value in seed.grid.items()],
-                        "scales": [{"scale": scale, "xx": value} for scale, value in seed.scales.items()],
-                    },
-                    "test": {
-                        method: {language: float(right.mean()) for language, right in by_language.items()}
-                        for method, by_language in seed.right.items()
-                    },
-                    "training_losses": seed.losses,
-                }
-                for seed in self.seeds
-            ],
-            "scores": {
-                method: {language: asdict(self.score(method, language)) for language in ("xx", "en")}
-                for method in METHODS
-            },
+            "seeds": [seed.to_json() for seed in self.seeds],
+            "scores": scores,
             "layer_swap_minus": {method: asdict(self.against(method)) for method in _COMPARED},
-            "by_unfamiliar_words": {
-                method: {label: asdict(summary) for label, summary in self.by_unfamiliar(method).items()}
-                for method in METHODS
-            },
+            "by_unfamiliar_words": by_unfamiliar_words,
             "versions": {"adapterswap": __version__, **{name: version(name) for name in _REPORTED_LIBRARIES}},
         }
 
@@ -165,15 +152,16 @@ class Study:
         from rich.table import Table
 
         number = len(self.seeds)
-        problems = len(self.seeds[0].unfamiliar)
-        over = f"{number} seed{'s' if number > 1 else ''} × {problems} held-out problems"
+        seeds, spread = "1 seed", ""
+        if number > 1:
+            seeds, spread = f"{number} seeds", " (mean ± standard deviation over seeds)"
+        problems = f"{len(self.seeds[0].unfamiliar)} held-out problems"
 
-        spread = " (mean ± standard deviation over seeds)" if number > 1 else ""
-        scores = Table(title=f"Exact match, {over}{spread}", title_justify="left")
-        for heading in ("method", "xx math", "English math", "description"):
-            scores.add_column(
-                heading, justify="right" if "math" in heading else "left", no_wrap=heading != "description"
-            )
+        scores = Table(title=f"Exact match, {seeds} × {problems}{spread}", title_justify="left")
+        scores.add_column("method", no_wrap=True)
+        scores.add_column("xx math", justify="right", no_wrap=True)
+        scores.add_column("English math", justify="right", no_wrap=True)
+        scores.add_column("description")
         for method, description in METHODS.items():
             values = [_with_spread(self.score(method, language)) for language in ("xx", "en")]
             scores.add_row(method, *values, description, style="bold" if method == "layer swap" else "")
@@ -184,28 +172,34 @@ class Study:
             "(clearly: a seed's 95 % interval over its problems excludes 0)",
             title_justify="left",
         )
-        for heading in ("than", "difference", "95 % over seeds", "clearly better : worse", "seed by seed"):
-            differences.add_column(heading, justify="left" if heading in ("than", "seed by seed") else "right")
+        differences.add_column("than")
+        differences.add_column("difference", justify="right")
+        differences.add_column("95 % over seeds", justify="right")
+        differences.add_column("clearly better : worse", justify="right")
+        differences.add_column("seed by seed")
         for method in _COMPARED:
             paired = self.against(method)
             summary = paired.over_seeds
+            interval = ""
+            if summary.interval is not None:
+                interval = _interval(summary.mean, summary.interval)
             differences.add_row(
                 method,
                 f"{summary.mean:+.3f}",
-                "" if summary.interval is None else _interval(summary.mean, summary.interval),
+                interval,
                 f"{paired.won} : {paired.lost} of {number}",
                 " ".join(f"{value:+.3f}" for value in summary.values),
             )
         yield differences
 
         if self.scene.unfamiliar:
-            groups = {method: self.by_unfamiliar(method) for method in METHODS}
             words = Table(title="xx math by unfamiliar words", title_justify="left")
             words.add_column("method")
-            for label in groups["base"]:
+            for label in self.by_unfamiliar("base"):
                 words.add_column(label, justify="right")
-            for method, by_label in groups.items():
-                words.add_row(method, *(f"{summary.mean:.3f}" for summary in by_label.values()))
+            for method in METHODS:
+                summaries = self.by_unfamiliar(method).values()
+                words.add_row(method, *(f"{summary.mean:.3f}" for summary in summaries))
             yield words
 
 
@@ -215,4 +209,7 @@ def _interval(mean: float, half: float) -> str:
 
 
 def _with_spread(summary: Summary) -> str:
-    return f"{summary.mean:.3f}" + ("" if summary.spread is None else f" ± {summary.spread:.3f}")
+    """The mean, and the standard deviation if there are several seeds."""
+    if summary.spread is None:
+        return f"{summary.mean:.3f}"
+    return f"{summary.mean:.3f} ± {summary.spread:.3f}"

@@ -23,6 +23,8 @@ from adapterswap.experiments.lab.world import (
     word,
 )
 
+_SWITCHED = 0.4  # the share of words that code-switched text has in the other language
+
 
 @dataclass(frozen=True)
 class LabRow:
@@ -33,6 +35,7 @@ class LabRow:
 
     @property
     def words(self) -> frozenset[str]:
+        """The words of both."""
         return frozenset(f"{self.prompt} {self.completion}".split())
 
 
@@ -60,8 +63,9 @@ def more_or_fewer(rng: Random, language: str) -> LabRow:
 
 
 def _who_has(rng: Random, language: str) -> LabRow:
-    fact, other = _two_have(rng)
-    return _ask(rng, [fact, other], Fact("who has", object=fact.object), language, fact.who)
+    names, things = rng.sample(NAMES, 2), rng.sample(tuple(OBJECTS), 2)
+    facts = [Fact("has", names[i], things[i], rng.randint(1, LARGEST)) for i in (0, 1)]
+    return _ask(rng, facts, Fact("who has", object=things[0]), language, names[0])
 
 
 def _where_is(rng: Random, language: str) -> LabRow:
@@ -77,15 +81,10 @@ def _which(rng: Random, language: str) -> LabRow:
     return _ask(rng, facts, Fact("which", names[0], thing), language, word(adjectives[0], language))
 
 
-def _two_have(rng: Random) -> tuple[Fact, Fact]:
-    names, things = rng.sample(NAMES, 2), rng.sample(tuple(OBJECTS), 2)
-    first, second = (Fact("has", names[i], things[i], rng.randint(1, LARGEST)) for i in (0, 1))
-    return first, second
-
-
 def _ask(rng: Random, facts: list[Fact], query: Fact, language: str, answer: str) -> LabRow:
+    """The facts in random order, then the question."""
     rng.shuffle(facts)
-    return LabRow(" ".join(fact.tell(language) for fact in (*facts, query)), answer)
+    return LabRow(_tell([*facts, query], language), answer)
 
 
 def story(rng: Random, language: str) -> LabRow:
@@ -112,9 +111,18 @@ def code_switched_question(rng: Random) -> LabRow:
     return LabRow(_switch(rng, row.prompt, language), row.completion)
 
 
-def _switch(rng: Random, text: str, language: str, share: float = 0.4) -> str:
-    swaps = WORDS if language == "en" else {xx: en for en, xx in WORDS.items()}
-    return " ".join(swaps[token] if token in swaps and rng.random() < share else token for token in text.split())
+def _switch(rng: Random, text: str, language: str) -> str:
+    """A text with some words, `_SWITCHED` of those that can be translated, in the other language."""
+    translations = WORDS
+    if language == "xx":
+        translations = {xx: en for en, xx in WORDS.items()}
+
+    switched = []
+    for token in text.split():
+        if token in translations and rng.random() < _SWITCHED:
+            token = translations[token]
+        switched.append(token)
+    return " ".join(switched)
 
 
 def counting(rng: Random, language: str) -> LabRow:
@@ -127,7 +135,9 @@ def counting(rng: Random, language: str) -> LabRow:
 def word_problem(rng: Random, language: str, *, worked: float = 1.0, two_steps: float = 0.0) -> LabRow:
     """A problem of the training part; a share `worked` of the answers is right, the others repeat the first number."""
     problem = draw_problem(rng, part="train", two_steps=two_steps)
-    answer = problem.answer if rng.random() < worked else digit(problem.facts[0].count)
+    answer = digit(problem.facts[0].count)
+    if rng.random() < worked:
+        answer = problem.answer
     return LabRow(problem.prompt(language), answer)
 
 
@@ -136,4 +146,5 @@ def _draw_facts(rng: Random, number: int) -> list[Fact]:
 
 
 def _tell(facts: list[Fact], language: str) -> str:
+    """The facts as text."""
     return " ".join(fact.tell(language) for fact in facts)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -52,10 +53,12 @@ _THINGS = {
     ),
     "fr": ("pommes", "livres", "stylos", "oranges", "fleurs", "photos", "chapeaux", "clés", "jouets", "bouteilles"),
 }
+_Person = tuple[str, int]  # gender, and place in `_NAMES` of a language
+_PEOPLE: list[_Person] = [("m", place) for place in range(6)] + [("f", place) for place in range(6)]
 _SPANISH_MASCULINE = {"libros", "bolígrafos", "sombreros", "juguetes"}
 _ENGLISH_PRONOUNS = {"m": ("he", "his", "him"), "f": ("she", "her", "her")}
 _LARGEST = 30  # the largest number that is added to or subtracted from
-_DIGIT = (2, 9)
+_DIGIT = (2, 9)  # the range of a number of one digit
 _TRIES = 5000  # a template with only two numbers has 64 problems
 
 
@@ -114,20 +117,23 @@ class WordProblem:
 @cache
 def templates() -> tuple[Template, ...]:
     """All templates, in the order of the file."""
-    lines = Path(__file__).with_name("templates.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(Template(row.pop("id"), row.pop("part"), row.pop("operation"), row) for row in map(json.loads, lines))
+    read = []
+    for line in Path(__file__).with_name("templates.jsonl").read_text(encoding="utf-8").splitlines():
+        texts = json.loads(line)
+        name, part, operation = texts.pop("id"), texts.pop("part"), texts.pop("operation")
+        read.append(Template(name, part, operation, texts))
+    return tuple(read)
 
 
 def draw_problem(template: Template, rng: Random) -> WordProblem:
     """A problem of a template, in all its languages."""
     a, b, answer = _numbers(template.operation, rng)
-    people = [(gender, place) for gender in "mf" for place in range(len(_NAMES["en"]["m"]))]
-    first, second = rng.sample(people, 2)
+    first, second = rng.sample(_PEOPLE, 2)
     thing = rng.choice(range(len(_THINGS["en"])))
-    questions = {
-        language: text.format(a=a, b=b, **_fields(language, first, second, thing))
-        for language, text in template.texts.items()
-    }
+
+    questions = {}
+    for language, text in template.texts.items():
+        questions[language] = text.format(a=a, b=b, **_fields(language, first, second, thing))
     return WordProblem(template.name, template.operation, questions, answer, _choices(a, b, answer, rng))
 
 
@@ -141,45 +147,49 @@ def _numbers(operation: str, rng: Random) -> tuple[int, int, int]:
         a = rng.randint(b + 2, _LARGEST)
         return a, b, a - b
     a, b = rng.randint(*_DIGIT), rng.randint(*_DIGIT)
-    return (a, b, a * b) if operation == "*" else (a * b, b, a)
+    if operation == "*":
+        return a, b, a * b
+    return a * b, b, a
 
 
 def _choices(a: int, b: int, answer: int, rng: Random) -> tuple[int, ...]:
     """The answer among results of other operations and numbers near it, all above zero."""
-    others = sorted(number for number in {a + b, a - b, a * b, *_quotient(a, b)} if number > 0 and number != answer)
-    near = sorted(answer + step for step in (-10, -2, -1, 1, 2, 10) if answer + step > 0)
-    picked = rng.sample(others, min(2, len(others)))
+    others = {a + b, a - b, a * b}
+    if a % b == 0:
+        others.add(a // b)
+    others = {number for number in others if number > 0 and number != answer}
+    near = [answer + step for step in (-10, -2, -1, 1, 2, 10) if answer + step > 0]
+
+    picked = rng.sample(sorted(others), min(2, len(others)))
     picked += rng.sample([number for number in near if number not in picked], 3 - len(picked))
-    result = [answer, *picked]
-    rng.shuffle(result)
-    return tuple(result)
-
-
-def _quotient(a: int, b: int) -> tuple[int, ...]:
-    return (a // b,) if a % b == 0 else ()
-
-
-_Person = tuple[str, int]
+    choices = [answer, *picked]
+    rng.shuffle(choices)
+    return tuple(choices)
 
 
 def _fields(language: str, first: _Person, second: _Person, thing: int) -> dict[str, str]:
-    """The values of a template's fields in a language."""
-    (gender, place), (other_gender, other_place) = first, second
+    """The values of a template's fields in a language, for two people and a place in `_THINGS`."""
+    gender, place = first
+    other_gender, other_place = second
     things = _THINGS[language][thing]
     fields = {"A": _NAMES[language][gender][place], "B": _NAMES[language][other_gender][other_place], "things": things}
-    if language == "fr":
-        pronouns = {"m": "il", "f": "elle"}
-        return fields | {
-            "of_things": f"d'{things}" if things[0] in "aeiouéœ" else f"de {things}",
-            "he": pronouns[gender],
-            "he_b": pronouns[other_gender],
-            "they": "elles" if gender == other_gender == "f" else "ils",
-            "they_f": f"{pronouns[gender]}s",  # with a sister
-        }
+    if language == "en":
+        he, his, him = _ENGLISH_PRONOUNS[gender]
+        return fields | {"he": he, "his": his, "him": him, "His": his.capitalize()}
     if language == "es":
-        return fields | {"How_many": "Cuántos" if things in _SPANISH_MASCULINE else "Cuántas"}
-    he, his, him = _ENGLISH_PRONOUNS[gender]
-    return fields | {"he": he, "his": his, "him": him, "His": his.capitalize()}
+        how_many = "Cuántos" if things in _SPANISH_MASCULINE else "Cuántas"
+        return fields | {"How_many": how_many}
+
+    pronouns = {"m": "il", "f": "elle"}
+    of_things = f"d'{things}" if things[0] in "aeiouéœ" else f"de {things}"
+    they = "elles" if gender == other_gender == "f" else "ils"
+    return fields | {
+        "of_things": of_things,
+        "he": pronouns[gender],
+        "he_b": pronouns[other_gender],
+        "they": they,
+        "they_f": f"{pronouns[gender]}s",  # with a sister
+    }
 
 
 def draw_problems(part: Part, each: int | None = None, seed: int = 0) -> list[WordProblem]:
@@ -190,10 +200,12 @@ def draw_problems(part: Part, each: int | None = None, seed: int = 0) -> list[Wo
     """
     problems: list[WordProblem] = []
     for template in templates():
-        if template.part == part:
-            rng = Random(f"{part} {template.name} {seed}")
-            seen: set[str] = set()
-            problems += [_draw_other(template, rng, "en", seen, parameter="each") for _ in range(each or EACH[part])]
+        if template.part != part:
+            continue
+        rng = Random(f"{part} {template.name} {seed}")
+        seen: set[str] = set()
+        for _ in range(each or EACH[part]):
+            problems.append(_draw_other(template, rng, "en", seen, parameter="each"))
     return problems
 
 
@@ -208,9 +220,10 @@ def training_rows(number: int, seed: int, *, language: str = "en", exclude: Iter
     """
     rng = Random(f"training {language} {seed}")
     seen = set(exclude)
-    turns = (templates()[turn % len(templates())] for turn in range(number))
-    problems = [_draw_other(template, rng, language, seen, parameter="number") for template in turns]
-    rows = [{"prompt": problem.prompt(language), "completion": f" {problem.answer}"} for problem in problems]
+    rows = []
+    for template in islice(cycle(templates()), number):
+        problem = _draw_other(template, rng, language, seen, parameter="number")
+        rows.append({"prompt": problem.prompt(language), "completion": f" {problem.answer}"})
     rng.shuffle(rows)
     return rows
 

@@ -70,13 +70,14 @@ def word(meaning: str, language: str) -> str:
 
 
 def _vocabulary() -> tuple[str, ...]:
-    words: dict[str, None] = dict.fromkeys((*SPECIAL_TOKENS, *TAGS, *SIGNS, *NAMES))
-    words.update(dict.fromkeys(digit(number) for number in range(LARGEST + 1)))
+    """All tokens, each once. Their order gives their ids, which the shipped base models depend on."""
+    tokens = [*SPECIAL_TOKENS, *TAGS, *SIGNS, *NAMES]
+    tokens += [digit(number) for number in range(LARGEST + 1)]
     for language in LANGUAGES:
-        words.update(dict.fromkeys(en if language == "en" else xx for en, xx in WORDS.items()))
+        tokens += [word(meaning, language) for meaning in WORDS]
         for pattern in PATTERNS.values():
-            words.update(dict.fromkeys(word for word in pattern[language].split() if not word.startswith("{")))
-    return tuple(words)
+            tokens += [token for token in pattern[language].split() if not token.startswith("{")]
+    return tuple(dict.fromkeys(tokens))
 
 
 VOCABULARY = _vocabulary()
@@ -108,11 +109,12 @@ class Fact:
     def tell(self, language: str) -> str:
         """The sentence in `language`, its words separated by spaces."""
         noun = word(self.object, language)
-        thing = PATTERNS["thing"][language].format(
-            count=number_word(self.count, language) if self.count else "",
-            adjective=word(self.adjective, language),
-            object=noun,
-        )
+        count = ""
+        if self.count:
+            count = number_word(self.count, language)
+        thing = PATTERNS["thing"][language].format(count=count, adjective=word(self.adjective, language), object=noun)
+
+        # A field without a value leaves a double space.
         sentence = PATTERNS[self.pattern][language].format(
             who=self.who, verb=word(self.verb, language), place=word(self.place, language), object=noun, thing=thing
         )
@@ -149,14 +151,18 @@ class WordProblem:
     @property
     def answer(self) -> str:
         """The answer, an expression such as `#7 + #5 - #2`, and not its value."""
-        steps = (f" {sign} {digit(fact.count)}" for sign, fact in zip(self.signs, self.facts[1:], strict=True))
-        return digit(self.facts[0].count) + "".join(steps)
+        first, *changes = self.facts
+        expression = digit(first.count)
+        for sign, fact in zip(self.signs, changes, strict=True):
+            expression += f" {sign} {digit(fact.count)}"
+        return expression
 
     @property
     def key_words(self) -> frozenset[str]:
         """The meanings of the verbs and number words that the answer depends on."""
         verbs = {fact.verb for fact in self.facts[1:]}
-        return frozenset(verbs | {_NUMBERS[fact.count - 1] for fact in self.facts})
+        numbers = {number_word(fact.count, "en") for fact in self.facts}
+        return frozenset(verbs | numbers)
 
     def story(self, language: str, *, aside: bool = True) -> str:
         """The facts as text, with or without the aside."""
@@ -181,15 +187,25 @@ def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float
         thing = rng.choice(_OBJECTS)
         remaining = rng.randint(2, LARGEST)
         facts = [Fact("has", who, thing, remaining)]
-        for _ in range(2 if rng.random() < two_steps else 1):
+
+        changes = 2 if rng.random() < two_steps else 1
+        for _ in range(changes):
             verb = rng.choice(_VERBS)
-            count = rng.randint(1, LARGEST if verb in GAIN_VERBS else max(1, min(remaining, LARGEST)))
-            remaining += count if verb in GAIN_VERBS else -count
+            if verb in GAIN_VERBS:
+                count = rng.randint(1, LARGEST)
+                remaining += count
+            else:
+                count = rng.randint(1, max(1, min(remaining, LARGEST)))
+                remaining -= count
             facts.append(Fact("changes", who, thing, count, verb=verb))
-        with_aside = rng.random() < aside
+
+        # Drawn in any case, so that a problem with an aside and one without take as many random numbers.
+        has_aside = rng.random() < aside
         place = rng.randint(0, len(facts))
         aside_fact = draw_fact(rng, other, ("has", "likes", "is in"))
-        problem = WordProblem(tuple(facts), aside_fact if with_aside else None, place if with_aside else 0)
+        problem = WordProblem(tuple(facts))
+        if has_aside:
+            problem = WordProblem(tuple(facts), aside_fact, place)
         if remaining >= 0 and problem.part == part:
             return problem
 
@@ -202,5 +218,9 @@ def draw_fact(rng: Random, who: str, patterns: Sequence[str] = ("has", "changes"
     thing, adjective = rng.choice(_OBJECTS), rng.choice(tuple(ADJECTIVES))
     if pattern == "likes":
         return Fact(pattern, who, thing, adjective=adjective)
-    count, adjective = rng.randint(1, LARGEST), adjective if rng.random() < 0.3 else ""
-    return Fact(pattern, who, thing, count, adjective, verb=rng.choice(_VERBS) if pattern == "changes" else "")
+    count = rng.randint(1, LARGEST)
+    if rng.random() >= 0.3:
+        adjective = ""
+    if pattern == "has":
+        return Fact(pattern, who, thing, count, adjective)
+    return Fact(pattern, who, thing, count, adjective, verb=rng.choice(_VERBS))

@@ -169,7 +169,7 @@ class Answering:
             compared = columns(workspace, choice, request.shown)
             lab = workspace.lab
             yield {"meaning": meaning_html(lab, choice.prompt), "written": waiting_html(compared, names)}
-            known = lab.known.get(choice.prompt) if lab else None
+            known = lab.place_of.get(choice.prompt) if lab else None
             right = lab.problems[known[1]].answer if lab and known else None
             for answers in workspace.answers(
                 choice.prompt,

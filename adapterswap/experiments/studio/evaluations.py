@@ -178,13 +178,14 @@ class _Stopped(BaseException):
 def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
     assert workspace.lab is not None
     lab = workspace.lab
-    problems = lab.draw(limit)
+    language = task.removeprefix(_LAB)
+    problems = lab.draw_problems(limit)
     right = 0
     step(0, len(problems))
-    for start in range(0, len(problems), lab.step):
-        chunk = problems[start : start + lab.step]
-        right += int(lab.asked(chunk, task.removeprefix(_LAB)).exact_match(workspace.live.model).sum())
-        step(start + len(chunk), len(problems))
+    for start in range(0, len(problems), lab.batch_size):
+        batch = problems[start : start + lab.batch_size]
+        right += int(lab.make_questions(batch, language).exact_match(workspace.live.model).sum())
+        step(start + len(batch), len(problems))
     return right, len(problems)
 
 

@@ -271,9 +271,9 @@ def _card(column: Column, experts: Sequence[str], body: str, mark: str) -> str:
 
 def meaning_html(lab: LabProblems | None, prompt: str) -> str:
     """What one of the lab's problems says in English, and its answer; nothing for other prompts."""
-    if lab is None or prompt not in lab.known:
+    if lab is None or prompt not in lab.place_of:
         return ""
-    language, place = lab.known[prompt]
+    language, place = lab.place_of[prompt]
     problem = lab.problems[place]
     meaning = problem.prompt("en").removesuffix(" <calc>").removeprefix("Question: ").removesuffix("\nAnswer:")
     english = "" if language == "en" else f"In English: {text(meaning)} "

@@ -164,7 +164,7 @@ class _Page:
         lab = self.workspace.lab
         spoken, number_shown, length = ["en"], 100, 64
         if lab:
-            spoken, number_shown, length = list(lab.languages), lab.shown, 24
+            spoken, number_shown, length = list(lab.languages), lab.on_page, 24
         with gr.Row(visible=lab is not None, equal_height=True):
             self.spoken = gr.Radio(spoken, value=spoken[0], label="Problem language", scale=2, min_width=120)
             self.number = gr.Slider(
@@ -332,8 +332,8 @@ class _Page:
         prompt = choice.prompt or self._problem_text(self.spoken.value, self.first_number)
         shown = [gr.skip(), gr.skip()]
         lab = self.workspace.lab
-        if lab and prompt in lab.known:
-            language, place = lab.known[prompt]
+        if lab and prompt in lab.place_of:
+            language, place = lab.place_of[prompt]
             shown = [language, place + 1]
         brush = gr.update(choices=[_NEXT, *self.names, BASE])
         return [brush, packed(choice.painted), prompt, *shown, *updates, *drawn]

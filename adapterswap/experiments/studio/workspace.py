@@ -241,7 +241,7 @@ class Workspace:
                     with self.holding(other):
                         only &= ~questions.exact_match(self.live.model)
             if only.any():
-                return batch * self.lab.step + int(only.argmax())
+                return batch * self.lab.batch_size + int(only.argmax())
         return 0
 
     def scores_alone(self, name: str, *, stopped: threading.Event | None = None) -> Scores | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from click.testing import CliRunner
 from adapterswap.cli import main
 from adapterswap.cli.lab import lab_command
 from adapterswap.experiments.lab import SCENES
+
+from .conftest import Run
 
 
 def test_the_scenes_offered_are_the_scenes() -> None:
@@ -63,6 +66,28 @@ def test_without_a_terminal_each_stage_is_one_line(monkeypatch: pytest.MonkeyPat
     assert json.loads(result.stdout) == {"dry_run": False}
     stages = [line.partition(":")[0] for line in result.stderr.splitlines()[:-2]]
     assert stages == ["base", "test problems", "report"]
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_stopped_scene_says_that_no_seed_is_kept(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: bool
+) -> None:
+    """A constructed scene starts over; with --overwrite, the earlier run stays until then."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    target = tmp_path / "out"
+    if earlier:
+        shutil.copytree(run.folder, target)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("adapterswap.experiments.lab.run.run_study", stop)
+    arguments = ["lab", "--scene", "gap", "--seeds", "1", "--out-path", str(target), "--overwrite"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 130
+    assert "No seed is kept" in result.stderr
+    assert result.stderr.endswith("Run the command again to start over.\n")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_refusals(tmp_path: Path) -> None:
