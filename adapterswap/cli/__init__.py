@@ -109,6 +109,7 @@ _BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")  #
 
 
 def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """The callback of --quiet."""
     if value:
         from adapterswap.cli.output import be_quiet
 

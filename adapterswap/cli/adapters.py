@@ -296,6 +296,7 @@ def convert_command(
 
 
 def _conversion_as_json(conversion: Conversion) -> dict[str, Any]:
+    """What --json prints of a conversion."""
     from dataclasses import asdict
 
     return {
@@ -379,6 +380,7 @@ def extract_command(
 
 
 def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
+    """What --json prints of an extraction."""
     from dataclasses import asdict
 
     return {

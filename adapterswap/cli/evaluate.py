@@ -302,6 +302,7 @@ def _print(result: EvaluationResult) -> None:
 
 
 def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
+    """A score, and its standard error if there is one: `0.240 ± 0.043`."""
     text = f"{value:{sign}.3f}"
     if stderr is not None:
         text += f" ± {stderr:.3f}"

@@ -190,6 +190,7 @@ class _Stages:
 
 
 def _print_plan(plan: LabPlan) -> None:
+    """Print what a run of a constructed scene would do."""
     scene, sizes = plan.scene, plan.sizes
     bases = "shipped"
     if plan.pretrained:

@@ -153,6 +153,7 @@ def _labels(options: tuple[str, ...], parameter: str) -> dict[str, str]:
 
 
 def _print(report: Report) -> None:
+    """Print the report's tables, its test over all methods, and what a reader of them should know."""
     width = _WIDTH
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
@@ -270,6 +271,7 @@ def _signed(value: float) -> str:
 
 
 def _error(row: MethodRow) -> str:
+    """The relative error of a row's compositions, or a dash."""
     from adapterswap.core import error_text
 
     if row.relative_error is None:

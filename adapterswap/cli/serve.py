@@ -176,6 +176,7 @@ class _Shown(NamedTuple):
 
 
 def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> _Shown:
+    """What a dry run shows of vLLM."""
     limit, rank, loras = composer.manifest.max_compositions, launch.max_lora_rank, launch.max_loras
     facts = {"environment": dict(launch.env), "base": {"name": launch.served_name, "num_layers": composer.num_layers}}
     facts |= {"max_compositions": limit, "max_lora_rank": rank, "max_loras": loras}
@@ -191,6 +192,7 @@ def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
 
 
 def _of_llama(launch: LlamaLaunch, composer: PieceComposer) -> _Shown:
+    """What a dry run shows of llama.cpp."""
     count = len(composer.pieces)
     base = {"name": launch.base_name, "num_layers": composer.num_layers, "architecture": composer.architecture}
     remark = "The llama.cpp command (clients cannot reach it directly), and a request to send once it prints ready:"

@@ -198,6 +198,7 @@ class _Form(NamedTuple):
 
 
 def _form(hint: Any) -> _Form:
+    """What an annotation says about an option: its kind, click's types, its flags, and whether it is repeated."""
     more: list[Any] = []
     metavar, multiple = None, False
 
@@ -264,6 +265,7 @@ def _parameters(
 
 
 def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, required: bool) -> Option:
+    """The click option of a parameter."""
     names_output = required and name == "out_path"
     if names_output:
         text += "  [required, except with --dry-run]"
@@ -291,6 +293,7 @@ def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, requi
 
 
 def _type(form: _Form) -> click.ParamType[Any] | Any:
+    """The click type of an option's values."""
     if form.types:
         return form.types[0]
     if get_origin(form.kind) is Literal:

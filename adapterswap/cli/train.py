@@ -100,6 +100,7 @@ def train_command(
 
 
 def _print_estimate(expected: TrainEstimate) -> None:
+    """Print what would be trained, on which rows, and how much memory it takes."""
     # The models
     share = expected.trainable_parameters / expected.base_parameters
     print_line("base", f"{expected.base_model}, {expected.base_parameters:,} parameters")
@@ -133,6 +134,7 @@ def _print_estimate(expected: TrainEstimate) -> None:
 
 
 def _print_report(report: TrainReport) -> None:
+    """Print what was trained, the losses, and the checkpoints that were chosen."""
     rows = report.rows
     steps, tokens = f"{report.steps:,}", f"{report.tokens:,}"
     if report.resumed_from is None:

@@ -369,6 +369,7 @@ def _ends(
 
 
 def _wilson(share: float, number: float, quantile: float) -> tuple[float, float]:
+    """Wilson's score interval of a share of `number` documents, within 0 and 1; `quantile` is that of the level."""
     square = quantile**2
     middle = share + square / (2 * number)
     half = quantile * math.sqrt(max(0.0, share * (1 - share)) / number + square / (4 * number**2))

@@ -42,6 +42,7 @@ class RecipeKind:
 
 
 def _check_composition(composition: Composition) -> None:
+    """Check a composition as far as it can be checked without experts: its names, and its rules for some depth."""
     problems = Problems(CompositionError)
     check_names(composition.expert_names, composition.experts, problems, composition.allocation)
     num_layers = composition.num_layers or _DEPTH

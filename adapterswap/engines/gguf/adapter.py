@@ -188,6 +188,7 @@ class GgufAdapter:
 
 
 def _open(path: Path) -> GgufFile:
+    """Read a GGUF file, and check that it holds LoRA."""
     try:
         reader = read_gguf(path)
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}

@@ -288,6 +288,7 @@ def write_gguf(
 
 
 def _piece(folder: Path, part: Part, outtype: str) -> ExportedFile:
+    """The file of a piece, with its size."""
     layer = None
     if len(part.layers) == 1:
         layer = part.layers[0]
@@ -432,6 +433,7 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
 
 
 def _nbytes(shape: tuple[int, ...], outtype: str) -> int:
+    """The size of a tensor in a number format; q8_0 has a scale of two bytes for each block."""
     count = math.prod(shape)
     if outtype == "q8_0":
         return count // _BLOCK * (_BLOCK + 2)

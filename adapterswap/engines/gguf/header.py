@@ -81,6 +81,7 @@ class _Header:
             raise ValueError(f"a tensor of {' × '.join(map(str, sizes))} values at {place} is not in the file")
 
     def _value(self, kind: int, depth: int) -> None:
+        """Skip a value."""
         if kind in _SIZES:
             self._skip(_SIZES[kind])
         elif kind == _TEXT:
@@ -91,6 +92,7 @@ class _Header:
             raise ValueError(f"a value has the unknown type {kind}")
 
     def _array(self, depth: int) -> None:
+        """Skip an array, whose values may be arrays."""
         kind, count = self._number("I"), self._number("Q")
         if kind in _SIZES:
             self._skip(self._count(count, _SIZES[kind]) * _SIZES[kind])
@@ -109,6 +111,7 @@ class _Header:
         return count
 
     def _number(self, form: str) -> int:
+        """Read a number in the format `form` of `struct`."""
         start = self._place
         self._skip(struct.calcsize(self._order + form))
         number: int = struct.unpack_from(self._order + form, self._content, start)[0]

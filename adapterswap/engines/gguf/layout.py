@@ -96,6 +96,7 @@ class GgufTensor:
         return self._ordered(raw.view(f"V{Dtype.BYTES[dtype]}").reshape(self.source.shape)).reshape(-1).view(np.uint8)
 
     def _ordered(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The values in the order in which llama.cpp has the rows and columns."""
         if self.expert_rows is not None:
             count, rows = self.expert_rows
             if rows is None:  # the rows of A of one expert are contiguous

@@ -76,6 +76,7 @@ class RowSwitches:
         self._add_hooks(inventory)
 
     def _add_hooks(self, inventory: Inventory) -> None:
+        """Hook the model, to check its inputs, and the layers, to add what each row's experts compute."""
         base = inventory.model.get_base_model()
         self._handles.append(base.register_forward_pre_hook(self._check_batch, with_kwargs=True))
         for name, adder in self._adders.items():
@@ -101,6 +102,7 @@ class RowSwitches:
         return self.switches[0].in_full if self.switches else {}
 
     def _shares(self, name: str, layer: Any, inventory: Inventory) -> list[_Share]:
+        """What each expert adds to a layer, for the rows that use it."""
         by_expert: dict[str, dict[int, float]] = {}
         for row, switch in enumerate(self.switches):
             for expert, coefficient in switch.terms.get(name, {}).items():
@@ -111,6 +113,7 @@ class RowSwitches:
         ]
 
     def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check a batch before the forward pass, and use scales that changed since the last one."""
         inputs = [*args, *map(kwargs.get, _INPUTS)]
         batch = next(len(tensor) for tensor in inputs if tensor is not None)
         if model.training:
@@ -136,6 +139,7 @@ class RowSwitches:
             self._check_inputs(inventory, kwargs)
 
     def _check_inputs(self, inventory: Inventory, kwargs: Mapping[str, Any]) -> None:
+        """Refuse inputs with which rows affect each other."""
         if self._was_checked:
             check_batch(inventory.model, kwargs)
             return
@@ -179,6 +183,7 @@ def check_batch(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def _share(layer: Any, expert: str, scale: float, coefficients: Mapping[int, float], count: int) -> _Share:
+    """What an expert adds to a layer's output in the rows that use it; `count` is the number of all rows."""
     import torch
 
     tensors = factors(layer, expert)
@@ -201,6 +206,7 @@ def _share(layer: Any, expert: str, scale: float, coefficients: Mapping[int, flo
 
 
 def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switches: Sequence[Switch]) -> None:
+    """Refuse layers at which rows of a batch cannot have different compositions."""
     from peft.tuners.lora.layer import MultiheadAttention
 
     problems = Problems(UnsupportedError)

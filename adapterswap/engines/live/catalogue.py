@@ -115,6 +115,7 @@ def _tensors(part: Part, layer: Any, name: str) -> list[tuple[Tensor, Any]]:
 
 
 def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -> bool:
+    """Whether a loaded tensor holds the numbers of the one on disk."""
     import torch
 
     return tensor is not None and torch.equal(
@@ -255,6 +256,7 @@ class Catalogue:
         self._switches.clear()
 
     def _parse(self, composition: str | Composition | None) -> Composition | None:
+        """The composition of a name; None for the base."""
         if isinstance(composition, Composition):
             return composition
         if composition is None or composition == BASE:

@@ -60,6 +60,8 @@ class Guard:
 
 
 def _followed(method: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:
+    """The method, with a call of `after` when it has ended, also by an error."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
@@ -70,6 +72,8 @@ def _followed(method: Callable[..., Any], after: Callable[[], None]) -> Callable
 
 
 def _refused(name: str) -> Callable[..., None]:
+    """A method that only raises: it would change adapters under an active composition."""
+
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
             f"{name} was called while a composition is active",
@@ -175,6 +179,7 @@ class Session:
             self.pin = None
 
     def _return_to(self, before: Switch | RowSwitches | None) -> None:
+        """Set what was active before a `with` block; after an error, nothing is active."""
         if before is None or is_unloaded(self._model):
             self.reset()
             return
@@ -186,6 +191,7 @@ class Session:
             raise
 
     def _apply(self, wanted: Switch | RowSwitches) -> None:
+        """Make a switch the active one, in place of the one before."""
         inventory = self._catalogue.inventory
         if isinstance(self.active, RowSwitches):
             self.active.withdraw()

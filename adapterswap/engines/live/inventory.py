@@ -336,6 +336,7 @@ class Inventory:
         return sha256(torch.cat(sums).numpy().tobytes()).digest() if sums else b""
 
     def _tensors(self, names: Collection[str]) -> Iterator[torch.Tensor]:
+        """All tensors of some experts."""
         for name in names:
             for layer in self.layers.values():
                 pair = factors(layer, name)
@@ -408,6 +409,7 @@ class Inventory:
         return Shape.of_scale(loaded.rank, layer.use_rslora[name], scale)
 
     def _describe(self, name: str) -> Adapter:
+        """A loaded adapter as if it were on disk: its config, and modules whose tensors have shapes but no place."""
         config = self._read_config(name)
         problems = Problems(UnsupportedError)
         retrain = "Train it as a plain or rank-stabilized LoRA"

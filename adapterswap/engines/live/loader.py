@@ -303,6 +303,7 @@ def layers_taken(
 
 
 def _check_name(name: str, loaded: Any) -> None:
+    """Refuse the name of a loaded adapter, and names that PEFT cannot hold."""
     problems = Problems(ArgumentError)
     if name in loaded:
         problems.add(
@@ -443,6 +444,7 @@ def _folder_of(adapter: Adapter, layers: str | None, num_layers: NumLayers | Non
 
 
 def _load(model: Any, base: Any, folder: Path, name: str, autocast: bool) -> Any:
+    """Load an adapter's folder with PEFT, and return the model as a PeftModel."""
     from peft import PeftModel
 
     loaded = model

@@ -138,6 +138,7 @@ class Scales:
         self._numbers = _numbers_in(self._tensors)
 
     def _put(self, layer: Any, name: str, value: float) -> None:
+        """Set the scale of an expert in a layer."""
         scaling = layer.scaling[name]
         if isinstance(scaling, float | int):
             layer.scaling[name] = self._objects[layer][name] = value
@@ -151,6 +152,7 @@ class Scales:
         self.scaled.pop((layer, name), None)
 
     def _note_tensors(self) -> None:
+        """Note the tensors that hold scales, and their numbers, to see whether someone else changes them."""
         tensors: dict[int, torch.Tensor] = {}
         for scalings in self._objects.values():
             for scaling in scalings.values():

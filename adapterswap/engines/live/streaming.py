@@ -155,6 +155,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 
 
 def _ids(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """The tokens of a prompt, as a chat's turn or as plain text."""
     if not prompt.strip():
         raise ArgumentError("The prompt is empty", "Pass some text", parameter="prompt")
     if not chat:
@@ -194,6 +195,7 @@ def _generate(
     report: Callable[[Answers], None],
     is_stopped: Callable[[], bool],
 ) -> None:
+    """Generate answers to a batch of prompts as tokens, and report them as they grow."""
     import torch
     from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -299,6 +301,7 @@ def _explained(error: BaseException) -> BaseException:
 
 
 def _release_memory() -> None:
+    """Give cached GPU memory back."""
     import torch
 
     if torch.cuda.is_available():

@@ -107,6 +107,7 @@ class Cache:
             return self._in_use
 
     def _open(self) -> int:
+        """Create the cache's folders, and return the descriptor of the file that marks it as a cache."""
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             in_use = self.root / "in-use"  # created first and never removed: it marks a folder as a cache
@@ -207,6 +208,7 @@ class Cache:
             fcntl.flock(in_use, fcntl.LOCK_UN)
 
     def _unwritable(self, error: OSError) -> OutputError:
+        """The error for a cache that cannot be written."""
         return OutputError(
             f"The cache {self.root} cannot be written: {error.strerror}",
             "Check its disk, or choose another folder for `cache`",

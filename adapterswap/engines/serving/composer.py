@@ -349,6 +349,7 @@ class NamedComposer:
             self._served.setdefault(fingerprint, set()).add(name)
 
     def _forget(self, name: str) -> None:
+        """Forget a name, and the compositions that no other name stands for."""
         for fingerprint, names in list(self._served.items()):
             names.discard(name)
             if not names:

@@ -323,6 +323,7 @@ class _Keeper:
 
 @contextmanager
 def _reported(launch: LlamaLaunch) -> Iterator[None]:
+    """Report an address that cannot be listened on as an error of the arguments."""
     try:
         yield
     except OSError as error:

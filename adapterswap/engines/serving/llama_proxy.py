@@ -94,12 +94,14 @@ class Proxy:
         return JSONResponse({"object": "list", "data": [{"id": name, **common} for name in names]})
 
     async def _health(self, request: Request) -> Response:
+        """Whether llama.cpp runs and answers."""
         alive = self._engine.process.poll() is None and (await self._client.get("/health")).is_success
         if not alive:
             return JSONResponse({"status": "llama.cpp does not answer"}, 503)
         return JSONResponse({"status": "ok"}, 200)
 
     async def _answer(self, request: Request) -> Response:
+        """Translate a request, send it to llama.cpp, and return its answer; stop if the client leaves."""
         self._check_key(request)
         if self._busy > most_at_once():
             raise HTTPException(503, "Too many requests at once. Try again later.", {"retry-after": "1"})
@@ -119,6 +121,7 @@ class Proxy:
             leaving.cancel()
 
     async def _ask(self, path: str, body: bytes, model: str) -> Response:
+        """Send a request to llama.cpp, and return its answer under the model's name."""
         response = await self._client.send(self._client.build_request("POST", path, content=body), stream=True)
         if "text/event-stream" in response.headers.get("content-type", ""):
             return _Events(response, model)
@@ -193,6 +196,7 @@ async def _left(request: Request) -> None:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """The response to a request that raised an error."""
     if isinstance(error, HTTPException):
         message = error.detail
         if error.status_code == 404:

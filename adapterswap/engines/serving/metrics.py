@@ -68,6 +68,7 @@ class Measured:
             await self._count(scope, receive, send)
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, count it when it has ended, and print a line about it."""
         status, began = _LEFT, time.perf_counter()
 
         async def noted(message: Message) -> None:
@@ -93,6 +94,7 @@ class Measured:
             print(printable(line), file=sys.stderr, flush=True)
 
     async def _show(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the metrics; those of the engine come first, if it has some."""
         if self._keys and not has_key(Headers(scope=scope), self._keys):
             await refusal(401, NO_KEY)(scope, receive, send)
             return
@@ -117,6 +119,7 @@ class Measured:
             self._look_at_engine()
 
     def _look_at_engine(self) -> None:
+        """Count a restart if the engine is another process than before."""
         if self._engine is None:
             return
         now = self._engine()
@@ -131,6 +134,7 @@ class Measured:
             return "".join(f"{line}\n" for line in self._lines(gauges))
 
     def _lines(self, gauges: Mapping[str, float]) -> Iterator[str]:
+        """The lines of Prometheus' text format."""
         yield from _head("adapterswap_requests_total", "counter", "Requests by model and status.")
         for (name, status), count in sorted(self._requests.items()):
             yield f'adapterswap_requests_total{{model="{_escaped(name)}",status="{status}"}} {count}'

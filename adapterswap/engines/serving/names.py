@@ -74,6 +74,7 @@ def composition_of(
 
 
 def _chained(composition: Composition, chains: Mapping[str, tuple[str, ...]]) -> Composition:
+    """The composition with the chains of experts that it names."""
     used = {name: chains[name] for name in composition.expert_names if name in chains}
     if not used:
         return composition
@@ -226,6 +227,7 @@ class Manifest(Declared):
 
 
 def _from_folder(path: Path) -> Manifest:
+    """The manifest of a folder whose subfolders are adapters."""
     if (path / CONFIG).exists():
         raise ArgumentError(
             f"{path} is an adapter, not a folder of adapters", f"Pass its parent, {path.parent}", parameter="path"
@@ -245,6 +247,7 @@ def _from_folder(path: Path) -> Manifest:
 
 
 def _from_file(path: Path) -> Manifest:
+    """The manifest in a YAML file; its relative paths start at the file's folder."""
     manifest = read_recipe(path, Manifest)
     folder = path.absolute().parent
 

@@ -118,6 +118,7 @@ class PieceComposer(NamedComposer):
         return by_piece
 
     def _compute_scales(self, name: str) -> dict[int, float]:
+        """The scale of each piece, by its place, for a composition; pieces with scale 0 are left out."""
         plan = self.plan(name)
         coefficients = _coefficients(Resolved.of(plan).plan)
         scales: dict[int, float] = {}
@@ -158,6 +159,7 @@ class PieceComposer(NamedComposer):
         return next(iter(self._prepared.values())).architecture
 
     def _prepare(self, name: str, plan: Plan) -> None:
+        """Prepare the pieces of an expert, which are written when they are first needed."""
         prepared = PreparedGguf.of(plan, Form())
         adapter = self._opened[name]
         origin = {

@@ -64,6 +64,7 @@ async def check(state: Any) -> str | None:
 
 
 async def _decode(engine: Any) -> None:
+    """Generate two tokens, which goes through all that answering needs."""
     from vllm import SamplingParams
 
     # Only the second token is decoded from cached keys and values.

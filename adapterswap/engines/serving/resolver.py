@@ -46,6 +46,7 @@ class CompositionResolver(LoRAResolver):  # type: ignore[misc]  # vLLM is not in
         return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
     def _compose(self, base_model: str, name: str) -> Path:
+        """The folder of a composition, which is made if it is new."""
         with self._lock:
             self._composer = self._composer or self._start(base_model)
         times: list[float] = []

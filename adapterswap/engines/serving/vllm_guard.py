@@ -48,6 +48,7 @@ class ManifestOnly:
         await self._measured(scope, receive, send)
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer requests that vLLM must not see, and pass on the others."""
         if scope["type"] == "lifespan" and "app" in scope:
             await self._app(scope, receive, _checked(scope["app"], send))
         elif scope["type"] == "http" and _loads(scope["path"]):

@@ -242,6 +242,7 @@ class Interference:
         return _band(modules)["cosine"] if modules else None
 
     def _layers(self) -> dict[int, list[ModuleInterference]]:
+        """The modules of each layer, from the bottom; those outside the layers are left out."""
         layers: dict[int, list[ModuleInterference]] = {}
         for module in self.modules:
             if module.matrix.layer is not None:

@@ -211,6 +211,7 @@ class Engine(ABC):
                 self._end(flight)
 
     def _start(self, job: Job) -> _Flight:
+        """Open a job's model and ask all of its requests."""
         with ExitStack() as place:
             self.put(job.key, place.enter_context(job.opened()))
             for request in job.exam.requests:

@@ -65,6 +65,7 @@ class Paper(EvaluatedModel):
         """An engine makes its own batches."""
 
     def _answers(self, requests: list[Any], batches: list[list[int]], answer: Callable[..., list[Any]]) -> list[Any]:
+        """Note which kinds of requests were asked; after the last kind, end the evaluation."""
         answers = super()._answers(requests, batches, answer)
         self._kinds.add(requests[0].request_type)
 

@@ -206,6 +206,7 @@ class Settings:
         problems.raise_if_any()
 
     def _check_thinking(self, tokenizer: Any, problems: Problems) -> None:
+        """Refuse settings of reasoning that the chat template would ignore, or without what ends the reasoning."""
         if self.enable_thinking and self.think_end_token is None:
             problems.add(
                 "`enable_thinking` is set, but not what ends the reasoning",

@@ -448,6 +448,7 @@ def _texts(folder: Path) -> dict[Path, bytes]:
 
 
 def _read_texts(folder: Path) -> dict[Path, bytes]:
+    """The content of all task files below a folder, in the order of their paths."""
     ignored = {"__pycache__", ".ipynb_checkpoints"}  # as the harness ignores them
     texts: dict[Path, bytes] = {}
     for place, folders, names in os.walk(folder):
@@ -646,6 +647,7 @@ def explained_task_errors(names: Iterable[str]) -> Iterator[None]:
 
 
 def _refuse_code(names: Sequence[str]) -> None:
+    """Refuse tasks that run code which the model wrote."""
     if names:
         raise ArgumentError(
             f"{', '.join(names)} would run code written by the model on this machine, with your permissions",

@@ -347,6 +347,7 @@ def _data_stamps(loaded: LoadedTasks) -> Stamps:
 
 
 def _load(requested: _Requested) -> LoadedTasks:
+    """Build the shipped and local tasks, load those of the harness, and configure all of them."""
     from adapterswap.experiments.evaluation.harness import add_normalized, build_mgsm_task
 
     tasks: dict[str, Any] = {}

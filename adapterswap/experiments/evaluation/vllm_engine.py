@@ -344,6 +344,7 @@ class VLLMEngine(Engine):
         return self._arguments
 
     def _started(self) -> Any:
+        """A running engine."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -357,6 +358,7 @@ class VLLMEngine(Engine):
             ) from error
 
     def _stop(self) -> None:
+        """Stop the engine and free its memory."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         if self._engine is None:  # it did not start

@@ -94,6 +94,7 @@ def write_smollm2(folder: str | Path, *, overwrite: bool = False) -> Path:
 
 
 def _write_weights(reader: Any, folder: Path) -> None:
+    """Write the weights in float32 and the config, which a GGUF file has in another form."""
     from safetensors.numpy import save_file
     from transformers import LlamaConfig
 
@@ -153,6 +154,7 @@ def _rotated(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
 
 
 def _write_tokenizer(reader: Any, folder: Path) -> None:
+    """Write a tokenizer of the file's tokens and merges, with its chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -193,6 +195,7 @@ def _json(content: Any) -> str:
 
 
 def _check(what: str, sha256: str, expected: str) -> None:
+    """Refuse what does not have the recorded hash."""
     if sha256 != expected:
         raise DataError(
             f"{what} of {PACKAGE} has the SHA-256 {sha256[:12]}…, but {expected[:12]}… was recorded",

@@ -63,6 +63,7 @@ def _compare(first: Run, second: Run, problems: Problems) -> None:
 
 
 def _joined(first: Run, second: Run, problems: Problems) -> Run:
+    """The first run with what only the second has."""
     _compare_families(first, second, problems)
 
     # Cells that both have must have the same scores.
@@ -119,6 +120,7 @@ def _configurations(run: Run) -> dict[str, set[str]]:
 
 
 def _score_difference(first: Run, second: Run, before: CellResult, after: CellResult) -> str:
+    """In which score two results of one cell differ, for an error message."""
     for task, value in before.results.items():
         other = after.results.get(task)
         if value != other:
@@ -137,6 +139,7 @@ def _score_text(value: TaskValue | None) -> str:
 
 
 def _described(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """What the joined run says of itself: the first's description with the second's experts, roles and search."""
     own, other = first.get("recipe", {}), second.get("recipe", {})
     recipe = dict(own)
     roles = {**other.get("roles", {}), **own.get("roles", {})}
@@ -189,6 +192,7 @@ def _thing(name: str) -> str | None:
 
 
 def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions of a part, under the names `PART.KEY`."""
     named = {}
     for key, value in content.items():
         if key in _NOT_COMPARED:

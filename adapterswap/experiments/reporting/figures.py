@@ -95,6 +95,7 @@ _Content = tuple[str, dict[str, Any]] | None
 
 
 def _scores(report: Report, target: Target) -> _Content:
+    """The score of each method, with its interval and its units."""
     rows = []
     for row in target.rows:
         if row.spread is not None:
@@ -121,6 +122,7 @@ def _scores(report: Report, target: Target) -> _Content:
 
 
 def _differences(report: Report, target: Target) -> _Content:
+    """The difference of each method from the reference, with its interval and its units."""
     rows = []
     for row in target.rows:
         if row.difference is not None:
@@ -215,6 +217,7 @@ def _documents_of_grid(report: Report, target: Target) -> str:
 
 
 def _ranks(report: Report) -> _Content:
+    """The mean ranks, and which methods Nemenyi's test does not separate."""
     ranks = None if report.ranking is None else report.ranking.ranks
     if ranks is None or ranks.critical_difference is None or ranks.p is None:
         return None
@@ -247,6 +250,7 @@ def _why_no_ranks(report: Report) -> str:
 
 
 def _indicators(report: Report, target: Target) -> _Content:
+    """A panel for each indicator of the lead."""
     indicators = [indicator for indicator in lead_indicators(report) if indicator.target == target.task]
     if not indicators:
         return None
@@ -275,6 +279,7 @@ def _indicators(report: Report, target: Target) -> _Content:
 
 
 def _selection(report: Report, target: Target) -> _Content:
+    """The course of each selection."""
     curves = []
     for curve in report.curves:
         if curve.task == target.task:
@@ -293,6 +298,7 @@ def _selection(report: Report, target: Target) -> _Content:
 
 
 def _truncation(report: Report, target: Target) -> _Content:
+    """The errors and scores of compositions that were reduced to a lower rank."""
     families = []
     number = 0
     for truncation in report.truncations:
@@ -351,6 +357,7 @@ def _axis(report: Report, target: Target) -> str:
 
 
 def _documents(target: Target) -> str:
+    """On which documents scores are reported, for a caption."""
     if target.of_corpus:
         return f"over the whole corpus of {target.report} documents"
     text = f"on {target.report} documents"
@@ -477,6 +484,7 @@ def _wrapped_lines(text: str, inches: float) -> str:
 
 
 def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
+    """A cell for each choice of bottom and top layers, darker for a better score, with the number on it."""
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
@@ -600,6 +608,7 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
 
 
 def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
+    """A panel for each indicator, in which a point is an expert."""
     panels = data["panels"]
     across = min(len(panels), max(1, int(width / 1.45)))
     down = -(-len(panels) // across)
@@ -649,6 +658,7 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
 
 
 def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
+    """Two lines for each family: the scores on the selection documents and on the others."""
     curves = data["curves"]
     figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
 
@@ -670,6 +680,7 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
 
 
 def _draw_truncation(data: Mapping[str, Any], width: float) -> Figure:
+    """A point for each composition: the error of its reduction, and its score."""
     families = data["families"]
     figure, axes, columns = _panel([family["family"] for family in families], width)
 

@@ -270,6 +270,7 @@ def _row(
     languages: Mapping[str, TaskInfo],
     reference: str,
 ) -> MethodRow:
+    """A method's row: the scores of its cells on all tasks, and its difference from the reference."""
     cells = list(choice.cells.values())
     tasks: dict[str, Spread] = {}
     for name, info in run.tasks.items():
@@ -350,6 +351,7 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
 
 
 def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] | None:
+    """The interval of a choice's mean; None without scores of documents."""
     docs = [cell.results[task.name].docs for cell in choice.cells.values()]
     common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
     if not common:
@@ -385,6 +387,7 @@ def _over_draws(
 
 
 def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | None) -> ScoreDifference | None:
+    """A choice minus the reference; None for the reference itself, or without a unit that both have."""
     if reference is None or not choice.cells or choice.family == reference.family:
         return None
     units, documents, values = paired(choice.cells, reference.cells, task)

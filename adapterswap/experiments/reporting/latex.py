@@ -42,6 +42,7 @@ def csv_table(report: Report) -> str:
 
 
 def _csv_line(target: Target, row: MethodRow, task: str, spread: Spread | None) -> list[object]:
+    """The values of a row on a task, in the order of `_CSV_HEAD`."""
     line: list[object] = [csv_text(target.task), csv_text(row.family), row.kind, csv_text(task)]
 
     # The scores on this task
@@ -177,6 +178,7 @@ def _effect(report: Report, row: MethodRow) -> str | None:
 
 
 def _p(report: Report, row: MethodRow) -> str | None:
+    """The p-value of Wilcoxon's test against the reference."""
     comparison = _comparison(report, row)
     if comparison is None or comparison.wilcoxon is None:
         return None
@@ -273,6 +275,7 @@ def _default_columns(report: Report, targets: Sequence[Target], rows: Sequence[M
 
 
 def _check(report: Report, style: TableStyle) -> None:
+    """Refuse rows that the report does not have, and percent of scores that are not shares."""
     names: dict[str, None] = {}
     for target in report.targets:
         for row in target.rows:
@@ -297,6 +300,7 @@ def _check(report: Report, style: TableStyle) -> None:
 
 
 def _check_names(kind: str, chosen: Sequence[str] | None, names: Sequence[str]) -> None:
+    """Refuse unknown names of columns or rows, and an empty list."""
     for name in chosen or ():
         if name not in names:
             remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
@@ -306,6 +310,7 @@ def _check_names(kind: str, chosen: Sequence[str] | None, names: Sequence[str]) 
 
 
 def _is_balanced(text: str) -> bool:
+    """Whether each brace is closed; escaped ones do not count."""
     depth = 0
     for character in re.sub(r"\\.", "", text, flags=re.DOTALL):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -315,6 +320,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str], caption: str) -> str:
+    """The whole table. LaTeX shrinks one that is wider than the page."""
     environment = "table*" if style.wide else "table"
     size, space = r"\small", "4pt"
     if len(spec) > _MANY:
@@ -491,6 +497,7 @@ def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Ta
 
 
 def _documents(target: Target) -> str:
+    """On which documents scores are reported, for the caption."""
     if target.of_corpus:
         return f"Corpus-level scores, {target.report} documents."
     if target.select:
@@ -523,6 +530,7 @@ def _reduced(rows: Sequence[MethodRow]) -> str:
 
 
 def _number(value: float, *, percent: bool = False) -> str:
+    """A number as LaTeX; a negative one is in math mode. Zero after rounding has no sign."""
     if percent:
         text = f"{100 * value:.1f}"
     elif abs(value) <= 1:

@@ -111,6 +111,7 @@ def _address(suffix: str, content: bytes) -> str:
 
 
 def _environment() -> Environment:
+    """Jinja's environment for the page, which escapes all that is inserted."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

@@ -127,6 +127,7 @@ def evaluate_command(run: Run, cell: Cell) -> str:
 
 
 def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """The `adapterswap evaluate` of some tasks, with those settings that are not the default."""
     words = ["adapterswap", "evaluate", "--base-model"]
     if _is_merged(run, cell):
         words.append(cell.cell)
@@ -307,6 +308,7 @@ def _example(
     cells: Sequence[CellResult],
     task: TaskInfo,
 ) -> AnswerExample:
+    """What the cells answered on a document; `rows` are their samples."""
     prompt, choices = question or ("", ())
     outputs = []
     for label, row, cell in zip(labels, rows, cells, strict=True):
@@ -364,6 +366,7 @@ def _likelihoods(output: Any) -> list[tuple[float, bool]]:
 
 
 def _text(value: Any) -> str:
+    """An output as text, cut at `_LONGEST`; log-likelihoods as a line for each choice."""
     likelihoods = _likelihoods(value)
     if likelihoods:
         lines = []
@@ -666,6 +669,7 @@ def _registered(
 
 
 def _command(source: ReportSource, reference: str, methods: Sequence[str] | None, units: Sequence[str] | None) -> str:
+    """The `adapterswap report` that makes this report."""
     words = ["adapterswap", "report", *source.names, "--reference", reference]
     for name in methods or ():
         words += ["--methods", name]
@@ -698,6 +702,7 @@ def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]
 
 
 def _development(source: ReportSource) -> ZoneGrid:
+    """The landscape of a lab run on its development problems."""
     task = next(iter(source.run.tasks))
     votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
     cells = []
@@ -707,6 +712,7 @@ def _development(source: ReportSource) -> ZoneGrid:
 
 
 def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, str, str]]:
+    """(row, command to compose, command to evaluate) for each cell of the lead's last rows."""
     by_id = {result.cell.cell: result.cell for result in run.results}
     compositions: dict[str, tuple[str, str, str]] = {}
     for table in tables:

@@ -92,6 +92,7 @@ class Answering:
         return Route("/studio/answer", self._respond, methods=["POST"])
 
     async def _respond(self, request: Request) -> Response:
+        """Stream answers, or say what is wrong with the request."""
         if request.headers.get("content-type") != "application/json":  # pages of other sites cannot send this type
             return PlainTextResponse("Send application/json", 415)
         try:
@@ -105,6 +106,7 @@ class Answering:
         )
 
     def _read(self, content: bytes) -> _Request:
+        """The request that a page sent."""
         sent = parse_json(content, "The request", "Reload the page", kind=ArgumentError)
         check_values(sent)
         read = _Body.read_content(sent, where="the request")
@@ -122,6 +124,7 @@ class Answering:
         )
 
     async def _stream(self, request: _Request) -> AsyncIterator[bytes]:
+        """A line of JSON for each update of the page. The model answers in a thread."""
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Mapping[str, str] | None] = asyncio.Queue()
 

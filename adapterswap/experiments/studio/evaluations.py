@@ -100,6 +100,7 @@ def read_rows(content: str) -> list[tuple[str, str]]:
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[str, str]:
+    """The prompt and the answer of a row; an answer may be a number."""
     check_values(row)
     prompt, answer = row["prompt"], row["answer"]
     answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
@@ -176,6 +177,7 @@ class _Stopped(BaseException):
 
 
 def _score_lab(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    """(right answers, problems) on the lab's problems in one language."""
     assert workspace.lab is not None
     lab = workspace.lab
     language = task.removeprefix(_LAB)
@@ -208,6 +210,7 @@ def _score_rows(
 
 
 def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple[float, int]:
+    """(right answers, documents) on a task of lm-evaluation-harness; for other scores, the mean times the documents."""
     exam = Exam.load([task], Settings(limit=limit), workspace.base)
     result = exam.evaluate(workspace.live.model, on_progress=step).tasks[task]
     names = [score.filter for score in result.scores]

@@ -40,6 +40,7 @@ def guards(host: str, framed_by: str | None = None) -> list[Middleware]:
 
 
 def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the host."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

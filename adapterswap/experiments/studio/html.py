@@ -127,6 +127,7 @@ def _cells(plan: Plan) -> dict[tuple[int, str], _Cell]:
 
 
 def _button(layer: int, kind: str, cell: _Cell | None, experts: Sequence[str], by_hand: bool) -> str:
+    """A cell of the strip as a button, or a gap where no expert adapts the module."""
     if cell is None:
         return f'<span class="cell none" title="layer {layer} {_KIND[kind]}: no expert adapts it"></span>'
     label = f"layer {layer} {_KIND[kind]}: {cell.meaning}"

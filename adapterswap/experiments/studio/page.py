@@ -98,6 +98,7 @@ class _Page:
                 self.first_number += workspace.first_problem(workspace.composition(self.first))
 
     def build(self) -> Any:
+        """The page, with the route that answers prompts."""
         with _Blocks(analytics_enabled=False, title="adapterswap studio", delete_cache=(600, 3600)) as blocks:
             self._head()
             with gr.Row(equal_height=False, elem_id="studio"):  # page.css places the columns
@@ -139,12 +140,14 @@ class _Page:
             gr.HTML(f"<p>{text(name)} can be composed but cannot answer prompts here:</p>{error_html(fault)}")
 
     def _draw(self) -> None:
+        """The strip, and the error of a composition that cannot be planned."""
         drawn = self._drawn(self.first)
         self.strip = gr.HTML(drawn.get("strip", ""), js_on_load=_asset("page.js"), elem_id="strip")
         # Empty until the page's own address was read, which may be right where the first composition is not.
         self.problem = gr.HTML("", js_on_load=_PROBLEM, elem_id="problem", visible=True)
 
     def _compose(self) -> None:
+        """The brush, the controls, and the field that opens another expert."""
         with gr.Row(equal_height=True):
             self.brush = gr.Radio(
                 [_NEXT, *self.names, BASE], value=_NEXT, label="A click gives the layer to", elem_id="brush"
@@ -207,6 +210,7 @@ class _Page:
             self.tokens = gr.Slider(1, 512, value=length, step=1, label="Maximum new tokens", buttons=[])
 
     def _export(self) -> None:
+        """The panel with commands to copy and files to download."""
         self.max_rank = gr.Number(0, label="Maximum rank (0: no limit)", precision=0, minimum=0, elem_id="max-rank")
         self.taken = gr.HTML("", js_on_load=_asset("copy.js"), elem_id="taken")
         self.address = gr.Textbox(self.first.address(), visible="hidden", elem_id="address")
@@ -218,6 +222,7 @@ class _Page:
         self.make_problem = gr.HTML("")
 
     def _analyze(self) -> None:
+        """The panel with measurements and suggested layers."""
         gr.HTML(
             '<p class="timing">Where each expert changed the base, layer by layer, and how the changes of two experts '
             "compare.</p>"
@@ -231,6 +236,7 @@ class _Page:
         self.measured = gr.HTML("", elem_id="measured")
 
     def _evaluate(self) -> None:
+        """The panel that evaluates a composition on a task, and the table of results."""
         known = evaluations.tasks(self.workspace)
         with gr.Row(equal_height=True):
             self.task = gr.Dropdown(known, value=known[0], label="Task", scale=3, min_width=180, elem_id="task")
@@ -286,6 +292,7 @@ class _Page:
         return [drawn.get("strip", gr.skip()), drawn["problem"], taken, drawn["address"]]
 
     def _taken(self, choice: Choice, max_rank: float | None) -> str:
+        """The composition as a command, as Python and as a recipe."""
         try:
             composition = self.workspace.composition(choice)
             self.workspace.plan(composition)
@@ -339,6 +346,7 @@ class _Page:
         return [brush, packed(choice.painted), prompt, *shown, *updates, *drawn]
 
     def _problem_text(self, language: str, number: float) -> str:
+        """The prompt of one of the lab's problems, counted from 1; empty without a lab."""
         if self.workspace.lab is None:
             return ""
         if language not in self.workspace.lab.languages:
@@ -385,6 +393,7 @@ class _Page:
                 yield [gr.update(value=str(path), visible=True), ""]
 
     def _measure(self, *inputs: Any) -> str:
+        """The analysis of the chosen experts."""
         choice = self._choice(*inputs)
         try:
             named = [name for name in self.names if name in (*choice.task, *choice.language, *choice.painted.values())]
@@ -515,6 +524,7 @@ class _Page:
         self.save_table.click(export, self.kept, self.exported, **_HIDDEN)
 
     def _wire(self, blocks: Any) -> None:
+        """Connect events of the page's components with what they update."""
         controls = self.controls.components
         drawn = [self.strip, self.problem, self.taken, self.address]
 

@@ -84,6 +84,7 @@ class Turns:
             self._acquire()
 
     def _acquire(self) -> None:
+        """Take the lock when all threads that asked before have had it."""
         with self._guard:
             if not self._held and not self._waiting:
                 self._held = True
@@ -93,6 +94,7 @@ class Turns:
         mine.wait()
 
     def _release(self) -> None:
+        """Pass the lock on."""
         with self._guard:
             if self._waiting:
                 self._waiting.popleft().set()  # the lock passes to the next thread

@@ -89,6 +89,7 @@ def _ray() -> Any:
 
 
 def _connect(address: str, workers: int | None) -> None:
+    """Connect to a Ray cluster, or start one on this machine."""
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address == LOCAL:
         quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "object_store_memory": 128 * 2**20}

@@ -132,6 +132,7 @@ class EngineJudge:
             yield as_judged(cell, evaluation, self._prepared, seconds, self._errors.pop(cell.cell, None))
 
     def _job(self, assignment: Assignment) -> Job:
+        """What the engine evaluates for an assignment."""
         from adapterswap.experiments.evaluation.engine import Job
 
         # Cells with the same tasks and documents share their requests

@@ -37,6 +37,7 @@ EXTRA = "extra-"
 
 
 def _expert_name(name: str) -> str:
+    """The name, if rules and short names can use it and PEFT can load an adapter under it."""
     expert = ExpertName(name)
     if not expert.fits_short_names or not expert.fits_peft or name.startswith(EXTRA):
         raise ValueError(
@@ -314,6 +315,7 @@ def bound(rules: Sequence[Rule], cast: Cast) -> list[Rule]:
 
 
 def _bound(rule: Rule, cast: Cast) -> Rule:
+    """A rule with the names of experts in place of roles; several experts of a role become their average."""
     averages: dict[str, list[str]] = {}
 
     def renamed(name: str) -> str:

@@ -183,6 +183,7 @@ def default_of(configurations: Sequence[Composition], num_layers: int) -> int | 
 
 
 def _is_default(composition: Composition, num_layers: int, *, is_only: bool) -> bool:
+    """Whether a composition is what its method does by default; `is_only` if its family has one configuration."""
     free = {"task_weight", "language_weight", "weights", "norms", "row_threshold", "seed"}
     changed = composition.model_dump(exclude_defaults=True).keys() & free
     if composition.has_zones:
@@ -501,6 +502,7 @@ def _of_pair(
 
 
 def _as_data(composition: Composition) -> dict[str, Any]:
+    """A composition as sweep.json has it: without defaults, but always with its method and experts."""
     always = set()
     if composition.allocation is None:
         always = {"method", "task", "language"}
@@ -566,6 +568,7 @@ def _settings_text(settings: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
+    """A value as text, such as `0.5`, `true` or `1e-06`."""
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, float):

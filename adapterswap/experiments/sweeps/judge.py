@@ -135,6 +135,7 @@ class LocalJudge:
             yield self._judge(assignment, on_progress)
 
     def _judge(self, assignment: Assignment, on_progress: OnProgress) -> Judged:
+        """Put the cell into the model, and evaluate it."""
         prepared = self._prepared
         cell, documents = assignment.cell, assignment.documents
         tasks = cell.tasks if documents is None else tuple(documents)

@@ -244,6 +244,7 @@ def _field(name: str, recipe: SweepRecipe) -> str:
 
 
 def _open(place: str, field: str) -> Expert:
+    """Open an expert that the model can hold; the error names the field of the recipe."""
     expert = open_expert(place)
     if isinstance(expert, Checkpoint):
         return expert
@@ -268,6 +269,7 @@ def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:
+    """The content of sweep.json."""
     base = prepared.base.source
     experts = {}
     for name, expert in prepared.experts.items():

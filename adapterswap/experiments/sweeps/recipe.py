@@ -151,6 +151,7 @@ class Search(Declared):
 
 
 def _role_name(name: str) -> str:
+    """The name, if it can name a role."""
     if not re.fullmatch(r"[A-Za-z][\w-]*", name) or name in (TASK, LANGUAGE, BASE):
         raise ValueError(
             f"{name!r} cannot name a role: use a word such as culture or safety, not task, language or base"
@@ -187,6 +188,7 @@ def _with_ladders(value: Any, source: Source) -> Any:
 
 
 def _with_tasks(value: list[str] | dict[str, list[str]]) -> list[str] | dict[str, list[str]]:
+    """The tasks, if each language has some."""
     if isinstance(value, dict):
         for name, tasks in value.items():
             if not tasks:

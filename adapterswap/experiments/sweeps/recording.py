@@ -475,6 +475,7 @@ class Preregistration:
 
 
 def _differing(key: str, before: Any, after: Any) -> list[str]:
+    """How a part of sweep.json differs from what was registered, in sentences."""
     if before == after:
         return []
 
@@ -497,6 +498,7 @@ def _differing(key: str, before: Any, after: Any) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """A registration, from its file."""
     content = read_json(path, _REMEDY, kind=DataError)
     is_valid = content.get("format") == PREREGISTRATION_FORMAT
     if not is_valid or not isinstance(content.get("sweep"), dict) or not isinstance(content.get("comparison"), dict):

@@ -334,6 +334,7 @@ class _Completion:
             self._best = better(self._best, result, self._prepared.tasks)
 
     def _run_rung(self, pending: Sequence[Assignment], judge: Judge) -> None:
+        """Evaluate cells on the documents of a rung only."""
         outcomes = judge.judged(pending, self._on_progress)
         for assignment in pending:
             assert assignment.rung is not None

@@ -92,6 +92,7 @@ def first_documents(task: TaskInfo, number: int, seed: int) -> tuple[int, ...]:
 
 
 def _searched(prepared: PreparedSweep) -> list[Space]:
+    """The spaces that the recipe searches: those with several trials, of the chosen family if it names one."""
     search = prepared.recipe.search
     if search is None:
         return []

@@ -97,6 +97,7 @@ def _check_directions(targets: Sequence[TaskInfo]) -> None:
 
 
 def _describe_task(name: str, loaded: LoadedTasks, role: str, recipe: SweepRecipe, settings: Settings) -> TaskInfo:
+    """What the sweep records of a task: its score, its documents, and how they are divided."""
     from lm_eval.evaluator_utils import get_sample_size
 
     task = loaded.tasks[name]

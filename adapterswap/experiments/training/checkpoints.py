@@ -49,6 +49,7 @@ def explained(what: str, where: Path) -> Iterator[None]:
 
 
 def _unwritten(output: str, folder: Path, reason: str) -> OutputError:
+    """The error for an output that could not be written."""
     return OutputError(
         f"{output} cannot be written to {folder}: {reason}",
         "Free some space, or choose another `out_path`; earlier checkpoints are kept for `resume=True`",

@@ -414,6 +414,7 @@ def _kind_of(files: Sequence[Path]) -> str:
 
 
 def _check_columns(source: DatasetSource, columns: Sequence[str]) -> None:
+    """Refuse columns that the recipe names and the dataset does not have."""
     problems = Problems(DataError)
     remedy = f"Its columns are: {', '.join(columns)}"
     for key, name in _named_columns(source):
@@ -473,6 +474,7 @@ def _filter(source: DatasetSource, table: Any) -> Any:
 
 
 def _no_row(source: DatasetSource, column: str, allowed: list[Any], values: Iterable[Any]) -> DataError:
+    """The error for a filter that no row passes."""
     examples = ", ".join(repr(value) for value in sorted(set(map(str, values)))[:8])
     return DataError(
         f"The dataset {source.path}: no row has {column} in {allowed}",

@@ -227,6 +227,7 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
         return is_judged(step, state.max_steps, int(args.save_steps), self._options.every)
 
     def _judge_if_due(self, args: Any, state: Any) -> None:
+        """Evaluate the checkpoint that was just saved, if it is due, and keep it if it is among the best."""
         if not self._is_due(args, state):
             return
         began = time.monotonic()

@@ -226,6 +226,7 @@ def add_head(model: Any, head: Head) -> None:
 
 
 def _add_own_head(model: Any) -> None:
+    """Give a model the `fused_lm_head` of TRL's forward pass, computed from its own logits."""
     original = model.forward
 
     @functools.wraps(type(model).forward)  # TRL and transformers read the signature

@@ -459,6 +459,7 @@ class TrainRecipe(Declared):
         self._check_regime()
 
     def _check_sides(self) -> None:
+        """Refuse datasets without a side where both sides are trained."""
         if not self.simultaneous:
             return
         for key, datasets in (("datasets", self.datasets), ("validation.datasets", self._validation_datasets)):
@@ -467,6 +468,7 @@ class TrainRecipe(Declared):
                 raise ValueError(f"{key}: with `simultaneous`, set `side` for each, and use both task and language")
 
     def _check_regime(self) -> None:
+        """Refuse options that exclude each other."""
         adapter, options = self.adapter, self.training
 
         # What is trained

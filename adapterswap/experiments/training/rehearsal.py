@@ -92,6 +92,7 @@ def check_rows(model: Any, name: str, options: TrainingOptions) -> Head:
 
 
 def _check_packed(probe: Probe, kind: str, option: str) -> None:
+    """Refuse an option that packs rows, if the model mixes rows of one sequence."""
     remedy = f"Remove training.{option}; training.group_by_length leaves little padding, and rows stay apart"
     try:
         mixed = probe.mixes_packed_rows

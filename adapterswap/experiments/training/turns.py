@@ -246,6 +246,7 @@ class _Rendering:
         return max([cut for cut in self.whole.cuts if least <= cut <= most], default=least)
 
     def _refuse(self, turn: int, what: str) -> NoReturn:
+        """Raise the error of a turn; `what` says what the template does, with {} for the turn's text."""
         raise DataError(
             f"The tokenizer's chat template {what.format(shown(dict(self._messages[turn])))}",
             _REMEDY,
