@@ -80,6 +80,7 @@ def plan_on_disk(plan: Plan, inventory: Inventory) -> Iterator[Plan]:
 
 def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
     """Whether a file holds exactly the numbers of a loaded expert."""
+    # The same modules, of the same ranks and scales
     loaded = {module: layer for module, layer in inventory.layers.items() if name in layer.r}
     saved = {module: wrapper for module, wrapper in inventory.in_full.items() if name in wrapper.modules_to_save}
     if loaded.keys() != file.factors.keys() or saved.keys() != file.saved.keys():
@@ -88,15 +89,19 @@ def _holds(file: Adapter, name: str, inventory: Inventory) -> bool:
         part, shape = file.factors[module], inventory.shape(module, name)
         if shape is None or part.rank != shape.rank or not math.isclose(part.scale, shape.scale, rel_tol=SAME):
             return False
+
+    # Each tensor on disk, with the loaded one
+    pairs: list[tuple[Tensor, Any]] = []
+    for module, layer in loaded.items():
+        pairs += _tensors(file.parts[module], layer, name)
+    for module, wrapper in saved.items():
+        state = wrapper.modules_to_save[name].state_dict()
+        for key, place in file.saved[module].tensors.items():
+            pairs.append((place, state.get(key)))
+
     try:
         with open_files([file.file]) as files:
             handle = files[file.file.path]
-            pairs: list[tuple[Tensor, Any]] = []
-            for module, layer in loaded.items():
-                pairs += _tensors(file.parts[module], layer, name)
-            for module, wrapper in saved.items():
-                state = wrapper.modules_to_save[name].state_dict()
-                pairs += [(place, state.get(key)) for key, place in file.saved[module].tensors.items()]
             return all(_equal(name, handle, place, tensor) for place, tensor in pairs)
     except AdapterswapError:  # the file is gone or was replaced
         return False
@@ -118,9 +123,10 @@ def _equal(name: str, handle: int, place: Tensor, tensor: torch.Tensor | None) -
     """Whether a loaded tensor holds the numbers of the one on disk."""
     import torch
 
-    return tensor is not None and torch.equal(
-        torch.from_numpy(place.read_numbers(name, handle)).reshape(tensor.shape), tensor.detach().float().cpu()
-    )
+    if tensor is None:
+        return False
+    on_disk = torch.from_numpy(place.read_numbers(name, handle)).reshape(tensor.shape)
+    return torch.equal(on_disk, tensor.detach().float().cpu())
 
 
 @contextmanager

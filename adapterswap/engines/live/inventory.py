@@ -208,8 +208,12 @@ def find_layers(model: PeftModel) -> dict[str, Any]:
 
 def factors_by_module(model: PeftModel, name: str) -> dict[str, LoadedFactors]:
     """An adapter's tensors at all LoRA layers, by the names of `find_layers`."""
-    found = ((module, factors(layer, name)) for module, layer in find_layers(model).items())
-    return {module: tensors for module, tensors in found if tensors is not None}
+    by_module = {}
+    for module, layer in find_layers(model).items():
+        tensors = factors(layer, name)
+        if tensors is not None:
+            by_module[module] = tensors
+    return by_module
 
 
 def parameter_of(layer: Any) -> str | None:

@@ -188,8 +188,9 @@ def load_expert(
     _check_base(adapter, name, model)
     base = _base_of(model)
     check_in_memory(base)
-    adapter = part = as_in_model(adapter, name, base)
+    adapter = as_in_model(adapter, name, base)
     _check_name(name, getattr(model, "peft_config", {}))
+    part = adapter
     if layers is not None:
         part = slice_of(adapter, layers, layers_of_base(base))
     _check_fit(part, name, base)
@@ -205,6 +206,7 @@ def load_expert(
             loaded[module] = pair
     wrappers = find_wrappers(peft_model.get_base_model())
     saved = {module for module, wrapper in wrappers.items() if name in wrapper.modules_to_save}
+
     lost = sorted(module for module, pair in loaded.items() if module in part.factors and pair.a.is_meta)
     if lost:
         _remove(peft_model, name)
@@ -289,8 +291,10 @@ def layers_taken(
             composition = parse_composition(composition)
         rules = composition.rules(num_layers)
         for module in adapter.parts.values():
-            rule = next((rule for rule in rules if rule.matches(module.name, module.layer, module.kind)), None)
-            if module.layer is not None and rule is not None and name in rule.coefficients():
+            if module.layer is None:
+                continue
+            matching = [rule for rule in rules if rule.matches(module.name, module.layer, module.kind)]
+            if matching and name in matching[0].coefficients():
                 taken.add(module.layer)
 
     if not taken:

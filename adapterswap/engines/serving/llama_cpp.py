@@ -275,7 +275,7 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
 
     async def watch() -> None:
         if not server.should_exit:
-            server.should_exit = not keeper.alive()
+            server.should_exit = not keeper.keep_running()
 
     server = uvicorn.Server(
         uvicorn.Config(
@@ -305,20 +305,22 @@ class _Keeper:
         self.ends: list[float] = []
         self.gave_up = False
 
-    def alive(self) -> bool:
-        """Whether llama.cpp runs, or has just been started again."""
+    def keep_running(self) -> bool:
+        """Start llama.cpp again if it has ended, and return whether it runs."""
         if self._engine.process.poll() is None:
             return True
+
         now = time.monotonic()
-        self.ends = [*(end for end in self.ends if now - end < _WITHIN_S), now]
+        self.ends = [end for end in self.ends if now - end < _WITHIN_S]
+        self.ends.append(now)
         self.gave_up = self._engine.stopped or len(self.ends) > _MOST_RESTARTS
-        if not self.gave_up:
-            status = self._engine.process.returncode
-            print(
-                f"adapterswap: llama.cpp ended with status {status}, and is started again", file=sys.stderr, flush=True
-            )
-            self._engine.launch()
-        return not self.gave_up
+        if self.gave_up:
+            return False
+
+        status = self._engine.process.returncode
+        print(f"adapterswap: llama.cpp ended with status {status}, and is started again", file=sys.stderr, flush=True)
+        self._engine.launch()
+        return True
 
 
 @contextmanager

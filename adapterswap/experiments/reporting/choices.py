@@ -62,9 +62,19 @@ def as_trained(units: Iterable[Unit], run: Run) -> list[Unit]:
     rungs = rungs_of(run)
 
     def run_of(side: str | None) -> str | None:
-        return side and "+".join(rungs.get(name, (name,))[0] for name in side.split("+"))
+        """The experts of a side, with the ladder in place of a checkpoint."""
+        if side is None:
+            return None
+        names = []
+        for name in side.split("+"):
+            ladder, _ = rungs.get(name, (name, 0))
+            names.append(ladder)
+        return "+".join(names)
 
-    return [(run_of(task), run_of(language), variant, run_of(others)) for task, language, variant, others in units]
+    trained = []
+    for task, language, variant, others in units:
+        trained.append((run_of(task), run_of(language), variant, run_of(others)))
+    return trained
 
 
 def has_split(task: TaskInfo) -> bool:
@@ -79,7 +89,9 @@ def reported(task: TaskInfo) -> tuple[int, ...]:
 
 def groups_of(task: TaskInfo, documents: Sequence[int]) -> tuple[str, ...]:
     """The group of each document; empty if the task has no groups."""
-    return tuple(task.groups[doc] for doc in documents) if task.groups else ()
+    if not task.groups:
+        return ()
+    return tuple(task.groups[doc] for doc in documents)
 
 
 def group_name(task: TaskInfo) -> str | None:
@@ -103,6 +115,14 @@ def score(result: CellResult, task: TaskInfo, part: str = "report") -> float | N
         return None if part == "select" else value.value
     documents = {"select": task.select, "report": reported(task), "all": tuple(value.docs)}
     return value.mean_over(documents[part])
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are not None; None if there is none."""
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    return sum(present) / len(present)
 
 
 def choices(run: Run, task: TaskInfo) -> list[Choice]:
@@ -151,7 +171,8 @@ def _best(units: Mapping[Unit, Sequence[CellResult]], task: TaskInfo, part: str)
     sign = 1 if task.higher_is_better else -1
     best = {}
     for unit, cells in units.items():
-        cell = best_of(((score(cell, task, part), cell.cell.default, cell) for cell in cells), sign)
+        scored = [(score(cell, task, part), cell.cell.default, cell) for cell in cells]
+        cell = best_of(scored, sign)
         if cell is not None:
             best[unit] = cell
     return best
@@ -338,7 +359,8 @@ def _curve_point(
     others: list[float] = []
     for cells in units:
         evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
-        best = best_of(((score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated), sign)
+        scored = [(score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated]
+        best = best_of(scored, sign)
         if best is None:
             continue
         for values, part in ((chosen, "select"), (others, "report")):

@@ -126,8 +126,8 @@ def _differences(report: Report, target: Target) -> _Content:
     rows = []
     for row in target.rows:
         if row.difference is not None:
-            found = row.difference
-            rows.append(_row(report, row, found.mean, found.interval, found.by_unit))
+            difference = row.difference
+            rows.append(_row(report, row, difference.mean, difference.interval, difference.by_unit))
     if not rows:
         return None
 
@@ -155,7 +155,7 @@ def _row(
 
 def _landscape(report: Report, grid: ZoneGrid) -> _Content:
     """All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best."""
-    (target,) = (target for target in report.targets if target.task == grid.task)
+    (target,) = [target for target in report.targets if target.task == grid.task]
     means = []
     for other in report.grids:
         if (other.task, other.family) == (grid.task, grid.family):

@@ -19,6 +19,7 @@ from adapterswap.experiments.reporting.choices import (
     groups_of,
     has_split,
     matching,
+    mean_of,
     paired,
     reported,
     score,
@@ -187,8 +188,8 @@ def benchmark_of(task: TaskInfo) -> str | None:
     """A task's name without its language, the same for all languages of a benchmark; None without a language."""
     if task.language is None:
         return None
-    place = task.name.rfind(task.language)
-    return task.name if place < 0 else task.name[:place] + task.name[place + len(task.language) :]
+    before, _, after = task.name.rpartition(task.language)
+    return before + after
 
 
 def resampled(target: Target) -> str:
@@ -198,10 +199,14 @@ def resampled(target: Target) -> str:
     other draws follow in parentheses.
     """
     by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
-    most = max(by_row.values(), key=list(by_row.values()).count, default=(target.group or "documents",))
-    text = _listed(most)
-    exceptions = [f"{label}: {_listed(over)}" for label, over in by_row.items() if over != most]
-    return f"{text} ({'; '.join(exceptions)})" if exceptions else text
+    draws = list(by_row.values())
+    usual = max(draws, key=draws.count, default=(target.group or "documents",))
+    exceptions = [f"{label}: {_listed(over)}" for label, over in by_row.items() if over != usual]
+
+    text = _listed(usual)
+    if exceptions:
+        text += f" ({'; '.join(exceptions)})"
+    return text
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -283,17 +288,18 @@ def _row(
     in_languages = [tasks[name].mean for name in languages if name in tasks]
     all_languages = None
     if len(in_languages) > 1 and len(in_languages) == len(languages):
-        all_languages = sum(in_languages) / len(in_languages)
+        all_languages = mean_of(in_languages)
 
-    understanding = [tasks[name].mean for name in tasks if _is_understanding(run.tasks[name], task)]
-    shares = []
+    understanding = [spread.mean for name, spread in tasks.items() if _is_understanding(run.tasks[name], task)]
+    fidelities = []
     for cell in cells:
+        share = None
         if task.name in cell.results:
-            shares.append(cell.results[task.name].scores.get(",".join(METRIC)))
-    fidelities = [share for share in shares if share is not None]
+            share = cell.results[task.name].scores.get(",".join(METRIC))
+        fidelities.append(share)
     fidelity = None
-    if fidelities and len(fidelities) == len(cells):
-        fidelity = sum(fidelities) / len(fidelities)
+    if None not in fidelities:
+        fidelity = mean_of(fidelities)
 
     errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
     chosen = []
@@ -313,7 +319,7 @@ def _row(
         papers=_spread(list(choice.best.values()), task, "all"),
         chosen=tuple(chosen),
         relative_error=max(errors, default=None),
-        understanding=sum(understanding) / len(understanding) if understanding else None,
+        understanding=mean_of(understanding),
         fidelity=fidelity,
     )
 
@@ -322,10 +328,13 @@ def _is_understanding(task: TaskInfo, target: TaskInfo) -> bool:
     """Whether a task is another benchmark in the target's language, scored by the share of right answers."""
     if task.language is None or target.language is None or task.name == target.name:
         return False
-    shares = task.primary[0] in ("acc", "acc_norm", "exact_match")
+    if task.primary[0] not in ("acc", "acc_norm", "exact_match"):
+        return False
+
     # mgsm_sw@2 and mgsm_sw@8 are one benchmark with different shots.
-    benchmark, target_benchmark = ((benchmark_of(info) or "").partition("@")[0] for info in (task, target))
-    return shares and benchmark != target_benchmark and is_same_language(task.language, target.language)
+    benchmark = (benchmark_of(task) or "").partition("@")[0]
+    target_benchmark = (benchmark_of(target) or "").partition("@")[0]
+    return benchmark != target_benchmark and is_same_language(task.language, target.language)
 
 
 def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -> Spread | None:
@@ -353,7 +362,9 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
 def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] | None:
     """The interval of a choice's mean; None without scores of documents."""
     docs = [cell.results[task.name].docs for cell in choice.cells.values()]
-    common = [doc for doc in reported(task) if docs and all(doc in scores for scores in docs)]
+    if not docs:
+        return None
+    common = [doc for doc in reported(task) if all(doc in scores for scores in docs)]
     if not common:
         return None
 
@@ -406,10 +417,12 @@ def _difference(run: Run, task: TaskInfo, choice: Choice, reference: Choice | No
         return ScoreDifference(reference.label, len(differences), mean, None, None, (), tuple(differences))
 
     # If every document's score is from 0 to 1, no mean difference is beyond -1 or 1.
-    are_shares = True
+    single_scores: list[float] = []
     for cell in (*choice.cells.values(), *reference.cells.values()):
-        are_shares = are_shares and all(0 <= value <= 1 for value in cell.results[task.name].docs.values())
-    bounds = intervals.DIFFERENCE if are_shares else None
+        single_scores += cell.results[task.name].docs.values()
+    bounds = None
+    if all(0 <= value <= 1 for value in single_scores):
+        bounds = intervals.DIFFERENCE
     interval = _over_draws(run, task, units, documents, values, bounds)
     return ScoreDifference(
         to=reference.label,

@@ -149,11 +149,11 @@ def _of(path: str) -> Value:
     """An attribute of a row or, after a point, of that attribute, which may be None."""
 
     def value(report: Report, row: MethodRow) -> Shown:
-        found: Any = row
+        attribute: Any = row
         for name in path.split("."):
-            if found is not None:
-                found = getattr(found, name)
-        shown: Shown = found
+            if attribute is not None:
+                attribute = getattr(attribute, name)
+        shown: Shown = attribute
         return shown
 
     return value
@@ -163,7 +163,9 @@ def _of_several(name: str, path: str) -> Value:
     """As `_of`, if the score `name` has several units: one has no minimum and maximum beside its mean."""
 
     def value(report: Report, row: MethodRow) -> Shown:
-        return _of(path)(report, row) if _has_several(getattr(row, name)) else None
+        if not _has_several(getattr(row, name)):
+            return None
+        return _of(path)(report, row)
 
     return value
 

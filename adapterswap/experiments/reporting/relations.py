@@ -18,6 +18,7 @@ from adapterswap.experiments.reporting.choices import (
     has_split,
     is_single,
     matching,
+    mean_of,
     reported,
     rungs_of,
     score,
@@ -251,8 +252,8 @@ def _overall_p(ranks: Ranks) -> float:
 
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
     families = dict.fromkeys(choice.family for choice in all_choices)
-    found = [table_choice(all_choices, family) for family in families]
-    return [choice for choice in found if choice is not None]
+    chosen = [table_choice(all_choices, family) for family in families]
+    return [choice for choice in chosen if choice is not None]
 
 
 def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
@@ -263,9 +264,7 @@ def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
     """The mean score of a choice's cells that match `unit`."""
-    values = [score(result, task) for result in _scored_at(unit, choice, task)]
-    present = [value for value in values if value is not None]
-    return sum(present) / len(present) if present else None
+    return mean_of(score(result, task) for result in _scored_at(unit, choice, task))
 
 
 def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
@@ -278,7 +277,7 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     families = dict.fromkeys(result.cell.family for result in run.results)
     experts = [family for family in families if family.endswith(" expert")]
 
-    found = []
+    corrected = []
     for merged in _one_per_family(choices(run, target)):
         if any(is_single(result.cell) for result in merged.cells.values()):
             continue
@@ -289,8 +288,8 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
         pearson = _corrected([indicator.correlation.pearson_p for indicator in computed])
         spearman = _corrected([indicator.correlation.spearman_p for indicator in computed])
         for indicator, pearson_p, spearman_p in zip(computed, pearson, spearman, strict=True):
-            found.append(replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p))
-    return found
+            corrected.append(replace(indicator, pearson_holm=pearson_p, spearman_holm=spearman_p))
+    return corrected
 
 
 def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list[Indicator]:
@@ -302,7 +301,7 @@ def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list
         if mean is not None:
             means[unit] = mean
 
-    found = []
+    computed = []
     for signal in run.tasks.values():
         part = "select" if has_split(signal) else "all"
         points = []
@@ -312,11 +311,13 @@ def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list
                 points.append(("+".join(filter(None, unit)), value, mean))
         if len(points) < 2:
             continue
-        numbers = correlate([x for _, x, _ in points], [y for _, _, y in points])
+
+        _, own_scores, mean_scores = zip(*points, strict=True)
+        correlation = correlate(own_scores, mean_scores)
         if len({*as_trained(means, run)}) < len(means):  # checkpoints of one run are not independent
-            numbers = replace(numbers, pearson_p=None, spearman_p=None)
-        found.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), numbers))
-    return found
+            correlation = replace(correlation, pearson_p=None, spearman_p=None)
+        computed.append(Indicator(family, signal.name, target.name, merged.label, tuple(points), correlation))
+    return computed
 
 
 def _corrected(p_values: list[float | None]) -> list[float | None]:
@@ -346,15 +347,15 @@ def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
         values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
         selected[(*key, bottom, top)] += votes[result.cell.cell]
 
-    found = []
+    landscapes = []
     for (family, settings), by_zone in values.items():
         if len(by_zone) > 1:
             cells = []
             for (bottom, top), means in sorted(by_zone.items()):
                 mean = sum(means) / len(means)
                 cells.append(GridCell(bottom, top, mean, len(means), selected[family, settings, bottom, top]))
-            found.append(ZoneGrid(target.name, family, settings, tuple(cells)))
-    return [*found, *_ladder_grids(run, target)]
+            landscapes.append(ZoneGrid(target.name, family, settings, tuple(cells)))
+    return landscapes + _ladder_grids(run, target)
 
 
 def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
@@ -363,19 +364,20 @@ def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     A pair has the score of the family's configuration in tables, on all documents.
     """
     steps = rungs_of(run)
-    found = []
+    landscapes = []
     for choice in _one_per_family(choices(run, target)):
         pairs: dict[tuple[str, str], list[GridCell]] = {}
         for (task, language, *_), result in choice.cells.items():
             mean = score(result, target, "all")
             if task in steps and language in steps and mean is not None:
-                (one, bottom), (other, top) = steps[task], steps[language]
+                one, bottom = steps[task]
+                other, top = steps[language]
                 pairs.setdefault((one, other), []).append(GridCell(bottom, top, mean, 1, 0))
         for ladders, cells in pairs.items():
             if len(cells) > 1:
                 in_order = tuple(sorted(cells, key=lambda cell: (cell.bottom, cell.top)))
-                found.append(ZoneGrid(target.name, choice.label, "", in_order, ladders))
-    return found
+                landscapes.append(ZoneGrid(target.name, choice.label, "", in_order, ladders))
+    return landscapes
 
 
 def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | None:

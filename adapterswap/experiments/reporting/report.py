@@ -66,14 +66,17 @@ def compose_command(run: Run, cell: Cell) -> str | None:
         return None
 
     content = cell.composition
-    owners = {key: content[key] for key in ("tokenizer", "config_from") if key in content}
     words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
-    if "allocation" in content or chains or {*owners.values()} - {BASE}:  # with -t and -l, names are those of folders
+
+    # With -t and -l, experts are named by their folders, so what refers to them by name needs --expert.
+    owners = {key: content[key] for key in ("tokenizer", "config_from") if key in content}
+    if "allocation" in content or chains or {*owners.values()} - {BASE}:
         for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
         for name, parts in chains.items():
             words += ["--chain", f"{name}={','.join(parts)}"]
-        for rule in _rules(run, cell, any("files" in experts[name] for name in expert_names)):
+        has_checkpoint = any("files" in experts[name] for name in expert_names)
+        for rule in _rules(run, cell, full=has_checkpoint):
             words += ["--rule", Rule.text_of(rule)]
         if "allocation" not in content:  # the rules say the rest
             kept = ("row_threshold", "seed", "allow_negative")
@@ -95,8 +98,8 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     return shlex.join([*words, "--out-path", cell.cell])
 
 
-def _rules(run: Run, cell: Cell, full: bool) -> Sequence[Any]:
-    """The rules of a cell as data: its own, or those that its zones mean."""
+def _rules(run: Run, cell: Cell, *, full: bool) -> Sequence[Any]:
+    """The rules of a cell as data: its own, or those that its zones mean; `full` if they give full weights."""
     if "allocation" in cell.composition:
         own: Sequence[Any] = cell.composition["allocation"]
         return own
@@ -166,8 +169,11 @@ def _is_merged(run: Run, cell: Cell) -> bool:
 
 
 def _source(described: Mapping[str, Any]) -> str:
-    revision = described.get("revision")
-    return f"{described['source']}@{revision}" if revision else str(described["source"])
+    """Where a base or an expert comes from, with its revision."""
+    source, revision = described["source"], described.get("revision")
+    if revision:
+        return f"{source}@{revision}"
+    return str(source)
 
 
 _EACH_WAY = 3
@@ -263,9 +269,9 @@ def _cells(shown: Sequence[Choice], task: TaskInfo) -> tuple[Unit, list[CellResu
     for unit in shown[0].cells:
         cells = []
         for choice in shown:
-            matched = next((other for _, _, other in matching([unit], choice.cells)), None)
-            if matched is not None and choice.cells[matched].results[task.name].docs:
-                cells.append(choice.cells[matched])
+            matched = [choice.cells[other] for _, _, other in matching([unit], choice.cells)]
+            if matched and matched[0].results[task.name].docs:
+                cells.append(matched[0])
         if len(cells) == len(shown):
             return unit, cells
     return None
@@ -377,9 +383,13 @@ def _text(value: Any) -> str:
             return lines[0]
         return "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
 
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
     text = text.strip()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
+    return text
 
 
 REPORT_FORMAT = "adapterswap-report/1"
@@ -602,9 +612,9 @@ def make_report(
         all_indicators += indicators(recorded, recorded.tasks[task.name])
         curves += selection_curves(run, task)
         reduced += truncations(run, task)
-        found = disagreements(run, task, _shown(choices(run, task), lead, reference))
-        if found is not None:
-            compared.append(found)
+        disagreement = disagreements(run, task, _shown(choices(run, task), lead, reference))
+        if disagreement is not None:
+            compared.append(disagreement)
     if source.development and units is None:  # this landscape is a mean over all seeds
         landscapes.append(_development(source))
 
@@ -722,6 +732,6 @@ def _compositions(run: Run, tables: list[Target], lead: str) -> list[tuple[str, 
         for chosen in rows[-1].chosen:
             cell = by_id[chosen.cell]
             command = compose_command(run, cell)
-            if command is not None:
-                compositions.setdefault(chosen.cell, (cell.short, command, evaluate_command(run, cell)))
+            if command is not None and chosen.cell not in compositions:
+                compositions[chosen.cell] = cell.short, command, evaluate_command(run, cell)
     return list(compositions.values())

@@ -138,13 +138,8 @@ class Answering:
                     tell(item)
             except Exception:
                 traceback.print_exc()
-                tell(
-                    {
-                        "written": error_html(
-                            RunError("An unexpected error occurred", "See the terminal where the studio runs")
-                        )
-                    }
-                )
+                unexpected = RunError("An unexpected error occurred", "See the terminal where the studio runs")
+                tell({"written": error_html(unexpected)})
             finally:
                 self._free.release()
                 tell(None)
@@ -163,6 +158,7 @@ class Answering:
         workspace, names, choice = self._workspace, self._names, request.choice
         if request.draw:
             yield self._draw(choice)
+
         if not request.answer:
             return
         if not choice.prompt.strip():
@@ -172,8 +168,12 @@ class Answering:
             compared = columns(workspace, choice, request.shown)
             lab = workspace.lab
             yield {"meaning": meaning_html(lab, choice.prompt), "written": waiting_html(compared, names)}
-            known = lab.place_of.get(choice.prompt) if lab else None
-            right = lab.problems[known[1]].answer if lab and known else None
+
+            # The answers as they grow, marked if the prompt is one of the lab's problems
+            right_answer = None
+            if lab and choice.prompt in lab.place_of:
+                _, place = lab.place_of[choice.prompt]
+                right_answer = lab.problems[place].answer
             for answers in workspace.answers(
                 choice.prompt,
                 [column.composition for column in compared],
@@ -185,14 +185,21 @@ class Answering:
                     return
                 if answers.first_seconds is not None:
                     yield {
-                        "written": answers_html(compared, answers, names, right=right),
+                        "written": answers_html(compared, answers, names, right=right_answer),
                         "timing": timing_text(answers, rows=len(compared)),
                     }
+
+            # The score on the lab's problems, and then those of the base and the task expert beside it
             if lab is not None and not left.is_set():
                 scores = workspace.scores(workspace.composition(choice), stopped=left)
-                if scores is not None:
-                    yield {"scores": score_html(scores, {}, names)}
-                    others = {name: workspace.scores_alone(name, stopped=left) for name in (BASE, *choice.task[:1])}
-                    yield {"scores": score_html(scores, {n: s for n, s in others.items() if s is not None}, names)}
+                if scores is None:
+                    return
+                yield {"scores": score_html(scores, {}, names)}
+                others = {}
+                for name in (BASE, *choice.task[:1]):
+                    alone = workspace.scores_alone(name, stopped=left)
+                    if alone is not None:
+                        others[name] = alone
+                yield {"scores": score_html(scores, others, names)}
         except AdapterswapError as error:
             yield {"written": error_html(error), "timing": "", "scores": ""}

@@ -91,19 +91,20 @@ def read_rows(content: str) -> list[tuple[str, str]]:
     if "\ufffd" in content:
         raise DataError("The file is not UTF-8", "Save it as UTF-8", parameter="file")
     try:
-        found = [*json_lines(content.split("\n"), _pair)]
+        rows = [*json_lines(content.split("\n"), _pair)]
     except (AdapterswapError, ValueError) as error:
         raise DataError(reason_of(error), remedy, parameter="file") from None
-    if not 1 <= len(found) <= _MOST_ROWS:
-        raise DataError(f"The file has {len(found)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
-    return found
+    if not 1 <= len(rows) <= _MOST_ROWS:
+        raise DataError(f"The file has {len(rows)} rows", f"Upload 1 to {_MOST_ROWS} rows", parameter="file")
+    return rows
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[str, str]:
     """The prompt and the answer of a row; an answer may be a number."""
     check_values(row)
     prompt, answer = row["prompt"], row["answer"]
-    answer = str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
     if not all(isinstance(value, str) and value.strip() for value in (prompt, answer)):
         raise ValueError("the prompt or answer is empty or not text")
     return prompt, answer.strip()
@@ -151,9 +152,9 @@ def evaluate_live(
             if task == OWN_FILE:
                 right, of = _score_rows(workspace, composition, rows[:limit], news.put, stopped)
             else:
+                score = _score_lab if task.startswith(_LAB) else _score_task
                 with workspace.holding(composition) as step_aside:
-                    lab = task.startswith(_LAB)
-                    right, of = (_score_lab if lab else _score_task)(workspace, task, limit, partial(step, step_aside))
+                    right, of = score(workspace, task, limit, partial(step, step_aside))
             news.put(Evaluated(label, address, task, right, of, *intervals.wilson(right, of)))
         except _Stopped:
             pass
@@ -256,8 +257,10 @@ def as_csv(rows: Sequence[Evaluated]) -> str:
 
 def as_rows(kept: object) -> list[Evaluated]:
     """The rows that a browser stored; anything else is left out."""
-    found = []
-    for content in kept if isinstance(kept, list) else []:
+    rows: list[Evaluated] = []
+    if not isinstance(kept, list):
+        return rows
+    for content in kept:
         with suppress(TypeError, ValueError):
-            found.append(Evaluated(**content))
-    return found
+            rows.append(Evaluated(**content))
+    return rows

@@ -32,11 +32,19 @@ _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict",
 
 def guards(host: str, framed_by: str | None = None) -> list[Middleware]:
     """The middleware for a page that listens on `host`, and that pages of the site `framed_by` may show in a frame."""
-    policy = f"{_POLICY} {framed_by}" if framed_by else _POLICY  # it ends with who may
-    found = [Middleware(_Guarded, policy=policy), Middleware(RequestBodyLimitMiddleware, max_body_size=_MOST_BYTES)]
-    if _is_loopback(host):  # refuses other host names that resolve to this machine
-        found.append(Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]", host]))
-    return found
+    policy = _POLICY
+    if framed_by:
+        policy += f" {framed_by}"  # the policy ends with the sites that may show the page
+    middleware = [
+        Middleware(_Guarded, policy=policy),
+        Middleware(RequestBodyLimitMiddleware, max_body_size=_MOST_BYTES),
+    ]
+
+    # Refuse other host names that resolve to this machine.
+    if _is_loopback(host):
+        own_names = ["127.0.0.1", "localhost", "[::1]", host]
+        middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=own_names))
+    return middleware
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -289,7 +288,8 @@ def follow(prepared: PreparedSweep, processes: Processes, device: str, dtype: st
             judge = _opened(prepared, processes, device, dtype)
         else:
             assert judge is not None
-            deque(judge.judged([message], lambda done, total: None), maxlen=0)
+            for _ in judge.judged([message], lambda done, total: None):
+                pass  # the main process records the results
 
 
 def _opened(prepared: PreparedSweep, processes: Processes, device: str, dtype: str) -> LocalJudge:

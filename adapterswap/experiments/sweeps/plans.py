@@ -68,23 +68,27 @@ class Plans(Mapping[str, "Plan | None"]):
         a rule for the first time.
         """
         for cell in self._cells.values():
-            settings, parts = self._parts(cell)
+            settings, checks = self._checks(cell)
             seen = self._zones.setdefault(settings, set())
-            if parts is not None and parts <= seen:
+            if checks is not None and checks <= seen:
                 continue
             with problems.collect():
                 plan = self[cell.cell]
-                seen |= parts or set()
+                seen |= checks or set()
                 self._live[settings] = self._live.get(settings, True) and _is_live(plan)
             self.checked.append(cell)
 
     def is_live(self, cell: Cell) -> bool:
         """Whether a cell is evaluated by switching adapters on and off."""
-        settings, parts = self._parts(cell)
-        return self._live[settings] or (parts is not None and _is_live(self[cell.cell]))
+        settings, checks = self._checks(cell)
+        return self._live[settings] or (checks is not None and _is_live(self[cell.cell]))
 
-    def _parts(self, cell: Cell) -> tuple[str, set[Any] | None]:
-        """A cell's settings without its zones, and which layer gets which rule; None if it is to be planned itself."""
+    def _checks(self, cell: Cell) -> tuple[str, set[Any] | None]:
+        """A cell's settings without its zones, and what its plan would check; None if no other plan checks it too.
+
+        What a plan checks: each layer with the rule that it gets, the rules in their order, and the rules that get any
+        layer at all.
+        """
         composition = cell.parsed
         if (
             composition is None
@@ -96,15 +100,19 @@ class Plans(Mapping[str, "Plan | None"]):
         ):
             return cell.cell, None
 
+        # The rules, whatever layers they are for, and the one that each layer gets
         rules = composition.rules(self._num_layers)
-        kinds = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
-        owners: list[str | None] = []
+        without_layers = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
+        matching: list[str | None] = []
         for layer in range(self._num_layers):
-            matching = (kind for rule, kind in zip(rules, kinds, strict=True) if rule.matches("", layer, "other"))
-            owners.append(next(matching, None))
+            matching.append(None)
+            for rule, text in zip(rules, without_layers, strict=True):
+                if rule.matches("", layer, "other"):
+                    matching[layer] = text
+                    break
 
         settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
-        return repr((settings, cell.output)), {*enumerate(owners), tuple(kinds), frozenset(owners)}
+        return repr((settings, cell.output)), {*enumerate(matching), tuple(without_layers), frozenset(matching)}
 
     def _plan(self, cell: Cell) -> Plan | None:
         """The plan of a cell, checked."""

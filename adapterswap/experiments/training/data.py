@@ -600,25 +600,27 @@ class Data:
 
 def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
     """Load, tokenise, shuffle and split the recipe's rows."""
-    joined, sides, sources, counts = _tokens(recipe.datasets, recipe, base)
+    read = _read_rows(recipe.datasets, recipe, base)
     chance = np.random.default_rng(recipe.training.data_seed)
 
     # The rows to use: `samples_per_side` of each side, drawn at random, or all. Then each group is shuffled.
-    used_rows = np.arange(len(sides))
+    used_rows = np.arange(len(read.sides))
     if recipe.samples_per_side is not None:
-        drawn = [
-            chance.permutation(np.flatnonzero(sides == side))[: recipe.samples_per_side] for side in np.unique(sides)
-        ]
+        drawn = []
+        for side in np.unique(read.sides):
+            rows_of_side = np.flatnonzero(read.sides == side)
+            drawn.append(chance.permutation(rows_of_side)[: recipe.samples_per_side])
         used_rows = np.sort(np.concatenate(drawn))
-    groups = [chance.permutation(group) for group in _groups(sides, used_rows, recipe)]
+    groups = [chance.permutation(group) for group in _groups(read.sides, used_rows, recipe)]
 
     # Validation rows: from datasets of their own, or the first ones of each group.
     validation = recipe.validation
     held_out = None
     if validation and validation.datasets:
-        held_out, held_out_sides, _, _ = _tokens(validation.datasets, recipe, base)
+        of_validation = _read_rows(validation.datasets, recipe, base)
+        held_out = of_validation.tokens
         if recipe.simultaneous:
-            both = _groups(held_out_sides, np.arange(len(held_out)), recipe)
+            both = _groups(of_validation.sides, np.arange(len(held_out)), recipe)
             share = min(map(len, both))
             held_out = held_out.take(np.concatenate([chance.permutation(group)[:share] for group in both]))
     elif validation:
@@ -631,24 +633,29 @@ def load_data(recipe: TrainRecipe, base: OpenedBase) -> Data:
                 "Hold out fewer rows, or add more",
                 parameter="validation",
             )
-        held_out = joined.take(np.concatenate([group[:share] for group in groups]))
+        held_out = read.tokens.take(np.concatenate([group[:share] for group in groups]))
         groups = [group[share:] for group in groups]
 
-    train = joined.take(np.concatenate(groups))
+    def count_used(marks: Sequence[bool]) -> int:
+        """How many of the used rows are marked."""
+        return int(np.sum(np.array(marks)[used_rows]))
+
+    train = read.tokens.take(np.concatenate(groups))
     nothing_before = train.trained[train.starts[:-1]]  # first tokens of rows, which nothing predicts
+    counts = read.counts
     rows = RowCounts(
-        sources=[asdict(source) for source in sources],
+        sources=[asdict(source) for source in read.sources],
         train=len(train),
         validation=len(held_out) if held_out else 0,
-        empty=sum(source.empty for source in sources),
-        math=sum(source.math for source in sources),
-        overlap=sum(sum(source.overlap.values()) for source in sources),
+        empty=sum(source.empty for source in read.sources),
+        math=sum(source.math for source in read.sources),
+        overlap=sum(sum(source.overlap.values()) for source in read.sources),
         cut_off=counts.cut_off,
-        surplus=len(joined) - len(used_rows),
-        truncated=int(np.sum(np.array(counts.truncated)[used_rows])),
+        surplus=len(read.tokens) - len(used_rows),
+        truncated=count_used(counts.truncated),
         split=counts.split,
-        boundary_moved=int(np.sum(np.array(counts.boundary_moved)[used_rows])),
-        without_end=int(np.sum(np.array(counts.without_end)[used_rows])),
+        boundary_moved=count_used(counts.boundary_moved),
+        without_end=count_used(counts.without_end),
         longest=counts.longest,
         date=counts.date,
         tokens=len(train.ids),
@@ -665,10 +672,25 @@ def _groups(sides: NDArray[np.str_], used_rows: NDArray[np.int64], recipe: Train
     return [used_rows[sides[used_rows] == side] for side in SIDES]
 
 
-def _tokens(
-    datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: OpenedBase
-) -> tuple[Tokens, NDArray[np.str_], list[SourceCounts], TokenCounts]:
-    """The rows of all sources, the side of each row, the counts of each source, and the counts of tokens."""
+@dataclass(frozen=True)
+class _ReadRows:
+    """The rows of all sources, one after the other.
+
+    Attributes:
+        tokens: the rows, in tokens.
+        sides: the side of each row, empty without sides (rows,).
+        sources: what was read of each source, and left out.
+        counts: what became of the rows when they were tokenised.
+    """
+
+    tokens: Tokens
+    sides: NDArray[np.str_]
+    sources: list[SourceCounts]
+    counts: TokenCounts
+
+
+def _read_rows(datasets: Sequence[DatasetSource], recipe: TrainRecipe, base: OpenedBase) -> _ReadRows:
+    """Read and tokenise the rows of all sources."""
     options = recipe.training
     chat = None
     if base.tokenizer.chat_template:
@@ -709,7 +731,7 @@ def _tokens(
             parameter="base_model",
         )
     sides = np.repeat([source.side or "" for source in datasets], [len(part) for part in parts])
-    return joined, sides, sources, total
+    return _ReadRows(joined, sides, sources, total)
 
 
 def end_tokens(base: OpenedBase) -> frozenset[int]:
