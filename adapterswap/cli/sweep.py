@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,7 +50,6 @@ from adapterswap.kit.progress import Progress, ProgressRow, duration
 
 if TYPE_CHECKING:
     from adapterswap.experiments.sweeps import Run, SweepProgress
-    from adapterswap.experiments.sweeps.prepared import PreparedSweep
     from adapterswap.experiments.sweeps.run import Estimate
 
 
@@ -153,15 +152,22 @@ def sweep_command(
             note(line)
 
     if freeze:
+        from adapterswap.experiments.sweeps.recording import Preregistration
+
         if Processes.is_first():
-            _freeze(prepared, out_path, reference, list(methods) or None, dry_run=dry_run, as_json=as_json)
+            content = Preregistration.freeze(
+                prepared, out_path, reference=reference, methods=list(methods) or None, dry_run=dry_run
+            )
+            _print_registration(content, dry_run=dry_run, as_json=as_json)
+            note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
         return
 
     if dry_run:
         choose_device(device)  # is it there?
         expected = Estimate.of(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
         if Processes.is_first():
-            _print_dry_run(prepared, expected, as_json=as_json)
+            strips = [(name, plan.strip) for name, plan in prepared.by_rules]
+            _print_dry_run(expected, strips, as_json=as_json)
         return
 
     with (
@@ -195,36 +201,23 @@ def sweep_command(
     note_output(out_path, f"to see the results, run adapterswap report {out_path}")
 
 
-def _freeze(
-    prepared: PreparedSweep,
-    out_path: str,
-    reference: str | None,
-    methods: list[str] | None,
-    *,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    """Register what the sweep will compare and choose, and print the hash."""
-    from adapterswap.experiments.sweeps.recording import Preregistration
-
-    content = Preregistration.freeze(prepared, out_path, reference=reference, methods=methods, dry_run=dry_run)
-    if as_json:
-        cells = len(content["sweep"]["cells"])
-        print_json({"dry_run": dry_run, **content["comparison"], "cells": cells, "sha256": content["sha256"]})
-    else:
+def _print_registration(content: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
+    """Print the hash of what was registered, or with --json what will be compared, too."""
+    if not as_json:
         echo(content["sha256"])
-    note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
+        return
+    cells = len(content["sweep"]["cells"])
+    print_json({"dry_run": dry_run, **content["comparison"], "cells": cells, "sha256": content["sha256"]})
 
 
-def _print_dry_run(prepared: PreparedSweep, expected: Estimate, *, as_json: bool) -> None:
-    """Print what would be evaluated, and the strips of compositions that are rules."""
+def _print_dry_run(expected: Estimate, strips: Sequence[tuple[str, str]], *, as_json: bool) -> None:
+    """Print what would be evaluated, and the strips of compositions that are rules, by their names."""
     if as_json:
-        strips = {name: plan.strip for name, plan in prepared.by_rules}
-        print_json({"dry_run": True, **expected.as_json(), "strips": strips})
+        print_json({"dry_run": True, **expected.as_json(), "strips": dict(strips)})
     else:
         _print_estimate(expected)
-        for name, plan in prepared.by_rules:
-            echo("", name, *plan.strip.splitlines())
+        for name, strip in strips:
+            echo("", name, *strip.splitlines())
     note_dry_run("evaluated")
 
 

@@ -276,15 +276,6 @@ SETUPS: dict[str, Callable[[], None]] = {
 
 def names_for(page: str) -> dict[str, Any]:
     """Names that a page's Python code assumes: a loaded model, a tokenizer, prompts."""
-    import adapterswap
-
-    if page == "README.md":
-        from peft import PeftModel
-
-        peft_model = PeftModel.from_pretrained(open_base(), "experts/math", adapter_name="math")
-        peft_model.load_adapter("experts/swahili", adapter_name="swahili")
-        inputs = {"input_ids": torch.tensor([[5, 9, 14]]), "max_new_tokens": 2}
-        return {"adapterswap": adapterswap, "peft_model": peft_model, "inputs": inputs}
     if page == "docs/live.md":
         tokenizer, prompts = byte_tokenizer(), ["one", "two", "three"]
         tokenizer.padding_side = "left"

@@ -188,8 +188,10 @@ def benchmark_of(task: TaskInfo) -> str | None:
     """A task's name without its language, the same for all languages of a benchmark; None without a language."""
     if task.language is None:
         return None
-    before, _, after = task.name.rpartition(task.language)
-    return before + after
+    place = task.name.rfind(task.language)
+    if place < 0:
+        return task.name
+    return task.name[:place] + task.name[place + len(task.language) :]
 
 
 def resampled(target: Target) -> str:
