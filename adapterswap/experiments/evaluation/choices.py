@@ -5,7 +5,7 @@ short choices takes a quarter of the time in this way. The results are the same 
 
 A text is read into the model's cache, the cache is repeated for every choice, and the choices are read on top of it.
 Texts of equal length are read together, so nothing is padded before a choice and no mask is needed. This holds for a
-plain cache of keys and values; `Readable` leaves everything else to the harness.
+plain cache of keys and values; `SharedContexts` leaves everything else to the harness.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Cell(Carrier):
         language_expert: the same for the language side; also empty for a reset to the base.
         composition: the fields of a `Composition` that are not its defaults; empty for the base.
         short: the short name: `math1+sw1@bottom=3,top=1`; an expert's name; or `base`.
-        default: whether it is the papers' default configuration of its family; see `defaults.default_of`.
+        default: whether it is the papers' default configuration of its family; see `default_of`.
         tasks: the tasks that it is evaluated on: target tasks, then retention.
         output: `max_rank` or `max_error` if the composition is first reduced to an adapter; `full_rank` if it is
             merged into full weights.

@@ -54,7 +54,7 @@ class TaskInfo(Carrier):
         group: the column of the task's rows that names a document's group, such as `template`; None if each document is
             drawn independently of the others.
         groups: the group of each document; empty without a column.
-        sha256: of its questions and its scoring, see `task_fingerprint`; None for tasks of the lab.
+        sha256: of its questions and its scoring, see `LoadedTasks.fingerprint`; None for tasks of the lab.
         averaged: whether the primary score is the mean of the documents' scores, as a perplexity is not. Known while a
             sweep runs; afterwards, `TaskValue.docs` is empty where it is not.
     """

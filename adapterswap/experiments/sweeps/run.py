@@ -200,7 +200,7 @@ def sweep(
         out_path: the folder of the sweep.
         overrides: values that replace those in the recipe's file, such as `settings.limit=20`.
         trust_task_code, confirm_run_unsafe_code: see `prepare`; ignored if `recipe` is the result of `prepare`.
-        device: see `bases.choose_device`.
+        device: see `choose_device`.
         dtype: the dtype of the base's weights: float32, bfloat16, float16, or auto for the stored one.
         overwrite: replace a sweep that is in the folder.
         ray: evaluate in worker processes over Ray. The address of a cluster, or `local` to start one on this machine.

@@ -185,7 +185,7 @@ def bfloat16_speedup() -> float:
 def device_and_dtype(options: TrainingOptions) -> tuple[str, str]:
     """Resolve a recipe's training.device and training.dtype to `cpu` or `cuda`, and to torch's name of the dtype.
 
-    accelerate assigns a device to each process, so the names have no numbers, unlike those of `bases.choose_device`.
+    accelerate assigns a device to each process, so the names have no numbers, unlike those of `choose_device`.
     """
     import torch
 
