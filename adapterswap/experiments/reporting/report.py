@@ -383,10 +383,7 @@ def _text(value: Any) -> str:
             return lines[0]
         return "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
 
-    text = value
-    if not isinstance(value, str):
-        text = json.dumps(value, ensure_ascii=False)
-    text = text.strip()
+    text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}…"
     return text
