@@ -145,7 +145,7 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
 
         # One configuration of each unit leaves nothing to choose.
         expected = len(units)
-        if all(len(cells) == 1 for cells in units.values()):
+        if max(map(len, units.values())) == 1:
             only = {unit: results[0] for unit, results in evaluated.items()}
             all_choices.append(Choice(family, "only", only, only, expected))
             continue
@@ -190,7 +190,7 @@ def matching(one: Iterable[Unit], other: Collection[Unit]) -> Iterator[tuple[Uni
         for right in other:
             sides = list(zip(left, right, strict=True))
             if all(a == b or a is None or b is None for a, b in sides):
-                task, language, variant, others = (a or b for a, b in sides)
+                task, language, variant, others = [a or b for a, b in sides]
                 yield (task, language, variant, others), left, right
 
 
@@ -244,7 +244,7 @@ def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]
         if name in families:
             wanted.add(name)
         elif name == COMPOSITIONS:
-            wanted |= {family for family in families if family not in single}
+            wanted |= set(families) - single
         else:
             remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
             raise ArgumentError(f"The run has no method {name!r}", remedy, parameter="methods")

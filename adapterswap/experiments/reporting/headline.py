@@ -222,10 +222,10 @@ def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
     all_choices = choices(run, task)
     languages = _languages(run, task)
     rows = [_row(run, task, choice, all_choices, languages, reference) for choice in all_choices]
-    scored = {task.name: None}
-    for name in run.tasks:
-        if any(name in row.tasks for row in rows):
-            scored.setdefault(name)
+    with_score: set[str] = set()
+    for row in rows:
+        with_score |= row.tasks.keys()
+    scored = [task.name, *(name for name in run.tasks if name in with_score and name != task.name)]
 
     # A corpus-level score is over all documents, whatever the split.
     of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
@@ -260,11 +260,15 @@ def _languages(run: Run, task: TaskInfo) -> dict[str, TaskInfo]:
     benchmark = benchmark_of(task)
     if benchmark is None:
         return {}
-    cells = [cell for cell in run.cells if task.name in cell.tasks]
+
+    # Those of other scores are left out, because a mean over different scores means nothing.
+    shared = set(run.tasks)
+    for cell in run.cells:
+        if task.name in cell.tasks:
+            shared &= set(cell.tasks)
     languages = {}
     for name, info in run.tasks.items():
-        has_score = benchmark_of(info) == benchmark and info.primary == task.primary  # a mean over others means nothing
-        if has_score and all(name in cell.tasks for cell in cells):
+        if benchmark_of(info) == benchmark and info.primary == task.primary and name in shared:
             languages[name] = info
     return languages
 
@@ -351,11 +355,17 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
         return None
 
     # The documents that all cells have, with their means over cells
-    documents = [cell.results[task.name].docs for cell in cells]
-    considered = reported(task) if part == "report" else tuple(documents[0])
-    common = [doc for doc in considered if all(doc in docs for docs in documents)]
-    means = [sum(docs[doc] for docs in documents) / len(documents) for doc in common]
-    error = intervals.standard_error(means, groups_of(task, common)) if means else None
+    scores_of_cells = [cell.results[task.name].docs for cell in cells]
+    considered = reported(task) if part == "report" else tuple(scores_of_cells[0])
+    common, means = [], []
+    for doc in considered:
+        scores = [docs[doc] for docs in scores_of_cells if doc in docs]
+        if len(scores) == len(cells):
+            common.append(doc)
+            means.append(sum(scores) / len(scores))
+    error = None
+    if means:
+        error = intervals.standard_error(means, groups_of(task, common))
 
     deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return Spread(len(values), min(values), sum(values) / len(values), max(values), error, deviation)
@@ -363,14 +373,16 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
 
 def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] | None:
     """The interval of a choice's mean; None without scores of documents."""
-    docs = [cell.results[task.name].docs for cell in choice.cells.values()]
-    if not docs:
+    scores_of_cells = [cell.results[task.name].docs for cell in choice.cells.values()]
+    if not scores_of_cells:
         return None
-    common = [doc for doc in reported(task) if all(doc in scores for scores in docs)]
+    common = [doc for doc in reported(task) if all(doc in docs for docs in scores_of_cells)]
     if not common:
         return None
 
-    values = np.array([[scores[doc] for doc in common] for scores in docs])
+    values = np.zeros((len(scores_of_cells), len(common)))
+    for row, docs in enumerate(scores_of_cells):
+        values[row] = [docs[doc] for doc in common]
     bounds = intervals.SHARE if values.min() >= 0 and values.max() <= 1 else None
     interval = _over_draws(run, task, list(choice.cells), common, values, bounds)
     if interval.ends is None:

@@ -134,10 +134,15 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     single: set[str] = set()
     settings: list[Setting] = []
     for task in targets:
-        all_choices = _one_per_family(choices(run, task))
-        excluded |= dict.fromkeys(choice.label for choice in all_choices if choice.family not in methods)
-        included = [choice for choice in all_choices if choice.family in methods]
-        units = full_units(dict.fromkeys(unit for choice in included for unit in choice.cells))
+        included: list[Choice] = []
+        all_units: dict[Unit, None] = {}
+        for choice in _one_per_family(choices(run, task)):
+            if choice.family in methods:
+                included.append(choice)
+                all_units |= dict.fromkeys(choice.cells)
+            else:
+                excluded[choice.label] = None
+        units = full_units(all_units)
         settings += [(task.name, unit) for unit in units]
 
         for choice in included:
@@ -155,10 +160,9 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     complete = [setting for setting in settings if all(setting in cells[family] for family in ranked)]
 
     names = [labels[family] for family in ranked]
-    tables = _scores_of_units(complete, [cells[family] for family in ranked], run)
-    by_unit = rank(tables, names, labels.get(reference))
-    groups = _scores_of_groups(complete, [cells[family] for family in ranked], run)
-    by_group = rank(groups, names, labels.get(reference))
+    cells_of_ranked = [cells[family] for family in ranked]
+    by_unit = rank(_scores_of_units(complete, cells_of_ranked, run), names, labels.get(reference))
+    by_group = rank(_scores_of_groups(complete, cells_of_ranked, run), names, labels.get(reference))
 
     has_several = len({*as_trained([unit for _, unit in complete], run)}) > 1
     has_both = has_several and by_unit is not None and by_group is not None
@@ -171,7 +175,9 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     if ranks is None:
         return None
 
-    group_names = dict.fromkeys(group_name(task) for task in targets)
+    group = None
+    if by_group is not None:
+        group = " and ".join(filter(None, dict.fromkeys(map(group_name, targets))))
     return Ranking(
         methods=tuple(names),
         single=tuple(labels[family] for family in ranked if family in single),
@@ -179,7 +185,7 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
         left_out=tuple(labels[family] for family in labels if family not in ranked),
         dropped=len(settings) - len(complete),
         ranks=ranks,
-        group=None if by_group is None else " and ".join(filter(None, group_names)),
+        group=group,
         over_groups=over_groups,
         has_both=has_both,
     )
@@ -194,13 +200,15 @@ def _scores_of_units(
         cells: setting → cells, for each family.
     """
     trained: dict[Setting, list[list[float]]] = {}
-    for setting, unit in zip(complete, as_trained([unit for _, unit in complete], run), strict=True):
+    trained_units = as_trained([unit for _, unit in complete], run)
+    for setting, unit in zip(complete, trained_units, strict=True):
         task = run.tasks[setting[0]]
         scores = []
         for of_family in cells:
-            values = [score(result, task) for result in of_family[setting]]
-            scores.append(_signed_mean([value for value in values if value is not None], task))
-        trained.setdefault((setting[0], unit), []).append(scores)
+            mean = mean_of(score(result, task) for result in of_family[setting])
+            assert mean is not None  # the setting is complete
+            scores.append(_signed(mean, task))
+        trained.setdefault((task.name, unit), []).append(scores)
 
     # A mean over the checkpoints of a ladder is one setting.
     return [_mean_rows(rows) for rows in trained.values()]
@@ -226,40 +234,51 @@ def _scores_of_groups(
             scores = []
             for of_family in cells:
                 means = [result.results[task.name].mean_over(tuple(doc_ids)) for result in of_family[setting]]
-                values = [mean for mean in means if mean is not None]
-                if values:
-                    scores.append(_signed_mean(values, task))
+                mean = mean_of(means)
+                if mean is not None:
+                    scores.append(_signed(mean, task))
             if len(scores) == len(cells):
                 rows.setdefault((task.group, group), []).append(scores)
 
     return [_mean_rows(of_group) for of_group in rows.values()]
 
 
-def _signed_mean(values: Sequence[float], task: TaskInfo) -> float:
-    sign = 1 if task.higher_is_better else -1
-    return sign * (sum(values) / len(values))
+def _signed(value: float, task: TaskInfo) -> float:
+    """A score whose sign is reversed if lower is better."""
+    return value if task.higher_is_better else -value
 
 
 def _mean_rows(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The mean of each column."""
     return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def _overall_p(ranks: Ranks) -> float:
     """Friedman's p, or of two methods Wilcoxon's; 1 if too few settings allow no test."""
-    p = ranks.comparisons[0].wilcoxon if len(ranks.mean_ranks) == 2 else ranks.p
+    p = ranks.p
+    if len(ranks.mean_ranks) == 2:
+        p = ranks.comparisons[0].wilcoxon
     return 1.0 if p is None else p
 
 
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
-    families = dict.fromkeys(choice.family for choice in all_choices)
-    chosen = [table_choice(all_choices, family) for family in families]
-    return [choice for choice in chosen if choice is not None]
+    """Each family's choice to compare it by."""
+    chosen = []
+    for family in dict.fromkeys(choice.family for choice in all_choices):
+        choice = table_choice(all_choices, family)
+        if choice is not None:
+            chosen.append(choice)
+    return chosen
 
 
 def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
     """A choice's cells that match `unit` and have a score."""
-    matched = [choice.cells[other] for _, _, other in matching([unit], choice.cells)]
-    return [result for result in matched if score(result, task) is not None]
+    scored = []
+    for _, _, other in matching([unit], choice.cells):
+        result = choice.cells[other]
+        if score(result, task) is not None:
+            scored.append(result)
+    return scored
 
 
 def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
