@@ -63,7 +63,7 @@ def ask_command(
     tokenizer's chat template if it has one. With PATH or instead of it, --expert NAME=PATH adds adapters to ask.
 
     Args:
-        base_model: The base model; alone, it is all that is asked.  [default: the one that the experts name]
+        base_model: The base model. Without experts, only the base answers.  [default: the one that the experts name]
         prompts: Instead of PROMPT: a file with a prompt on each line, or with JSON lines that have `prompt` or
             `messages`; - reads them from the standard input. Prints a JSON line for each.
         chat: Instead of PROMPT: a conversation. /restart forgets it, /quit leaves.

@@ -93,7 +93,7 @@ _OBJECTS = 200_000  # new objects between two searches; Python's default is 700
 def rare_collections() -> Iterator[None]:
     """Search for cycles less often: a mixture's 18,000 modules make millions of objects that all stay in use.
 
-    It saves a quarter of the processor time there. Not for commands that run torch, whose tensors may lie in cycles.
+    It saves a quarter of the processor time there. Not for commands that run torch: cycles may hold tensors.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *before[1:])

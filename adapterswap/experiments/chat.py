@@ -44,7 +44,7 @@ def bounded(call: Callable[[], _Result], seconds: float | None = None) -> _Resul
     def end(number: int, frame: Any) -> None:
         raise TemplateRuntimeError(f"it ran for {most:g} seconds, which is the most that it may")
 
-    # The timer of whoever called this, if there is one, goes on afterwards.
+    # If the caller has set a timer, it continues afterwards.
     may_end = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
     before = signal.signal(signal.SIGVTALRM, end) if may_end else None
     left = signal.setitimer(signal.ITIMER_VIRTUAL, most)[0] if may_end else 0.0

@@ -223,7 +223,7 @@ class Reading:
         return torch.stack(_asked(self._model, generate), dim=1)
 
     def _equal(self, row: torch.Tensor, alone: torch.Tensor, *, times: int = 1) -> bool:
-        """Whether logits differ by no more than rounding explains, or so many times of it."""
+        """Whether logits differ by no more than rounding explains, or than that many times as much."""
         import torch
 
         row, alone = row.float(), alone.float()

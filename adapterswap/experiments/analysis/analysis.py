@@ -290,7 +290,7 @@ def analyze(
 
 
 def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert]:
-    """Open experts, and check that their names can stand in tables and file names."""
+    """Open experts, and check that tables and file names can contain their names."""
     remedy = "Pass a mapping from names to folders, Hub ids or opened experts"
     check_type(experts, Mapping, "experts", remedy)
     if not experts:

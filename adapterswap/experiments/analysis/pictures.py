@@ -93,7 +93,7 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
     """
     import numpy as np
 
-    # Panels of columns that are at least 0.11 inches wide, three beside each other at most.
+    # Panels whose columns are at least 0.11 inches wide, at most three in a line.
     largest = [max(table.cells.values()) for table in tables]
     columns = max(len(table.modules) for table in tables)
     layers = max(len(table.layers) for table in tables)
@@ -323,7 +323,7 @@ def _finish(axes: Any, x: str, y: str) -> None:
 
 
 def _ticks(layers: int) -> list[int]:
-    """The layers that are named beside a heatmap: all of a few, fewer of many."""
+    """The layers whose numbers are shown next to a heatmap: all if they are few, else some."""
     step = max(4, layers // 60)
     if layers <= 16:
         step = 1

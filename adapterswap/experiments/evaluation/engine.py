@@ -102,8 +102,8 @@ class Job:
     Attributes:
         key: its name, another for each job.
         opened: yields what to put into the engine, which exists inside the block.
-        exam: what it is asked.
-        alone: nothing else may be in flight with it.
+        exam: the requests to answer.
+        alone: whether nothing else may be in flight with it.
     """
 
     key: str
@@ -180,7 +180,7 @@ class Engine(ABC):
         began, writing = time.perf_counter(), 0.0
         try:
             while waiting or window:
-                # Start what may: full weights neither beside others, nor others beside them.
+                # Start what may be in flight together; full weights only alone.
                 while waiting and len(flying) < in_flight and len(window) < in_flight * _AHEAD:
                     if flying and (waiting[0].alone or any(flight.job.alone for flight in flying.values())):
                         break

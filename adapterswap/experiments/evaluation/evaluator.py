@@ -349,7 +349,7 @@ def run_harness(
     """The harness's results; for `documents` see `evaluate_model`."""
     from lm_eval import evaluator
 
-    # The harness numbers the documents in the given order, and takes an empty list for all.
+    # The harness numbers the documents in the given order, and takes an empty list to mean all.
     requested_documents = None
     if documents is not None:
         requested_documents = {name: sorted(documents[name]) for name in loaded.tasks}

@@ -1,4 +1,4 @@
-"""What models on one base are asked, and how: a preview, an evaluation in memory, or its two halves.
+"""The requests to models on one base, and how they are answered: a preview, an evaluation in memory, or its two halves.
 
 An evaluation cut in two lets an engine answer the requests of many compositions at once. Both halves are the harness's
 own evaluation with its own model class, which here holds no weights; see `paper`. The first half stops at the model;
@@ -95,7 +95,7 @@ class Exam:
 
     @contextmanager
     def _on_paper(self, answers: Mapping[Request, Answer] | None = None) -> Iterator[tuple[Paper, LoadedTasks]]:
-        """The model without weights, and the tasks that it is asked."""
+        """The model without weights, and the tasks to ask it."""
         from adapterswap.experiments.evaluation.paper import Paper
 
         loaded = tasks_to_evaluate(self.base.tokenizer, self.tasks, self.settings)

@@ -54,13 +54,13 @@ class OutputReader:
         if not ends:
             return lead + self._without_special(tokens)
         size = bisect_left(range(len(tokens) + 1), min(ends), key=lambda size: len(self._decode(tokens[:size])))
-        if len(self._decode(tokens[:size])) > min(ends):  # a token of which only a part stands before the stop
+        if len(self._decode(tokens[:size])) > min(ends):  # only a part of the token comes before the stop
             size -= 1
         part = written[len(self._decode(tokens[:size])) : min(ends)]
         return lead + self._without_special(tokens[:size]) + part
 
     def is_stopped(self, output: Sequence[int], stops: Sequence[str], *, reasons: bool) -> bool:
-        """Whether one of the texts that end an output stands in its answer."""
+        """Whether an answer contains one of the texts that end an output."""
         lead, tokens = "", output
         if reasons:
             rest = self._after_reasoning(output)

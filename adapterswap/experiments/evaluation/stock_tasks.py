@@ -62,7 +62,7 @@ def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
             continue
         seen.add(name)
 
-        # Members stand in the group's file, or in the group around it; those of a tag in the index.
+        # A group's file names its members, or the group around it does; those of a tag are in the index.
         members: list[str | dict[str, Any]] = []
         for tasks in (inline_config.get("task"), config.get("task")):
             if isinstance(tasks, list):
@@ -316,7 +316,7 @@ def _indexed(include_path: str | None, files: Stamps, names: frozenset[str]) -> 
     folders = [folder for folder in (harness_folder(), own_folder) if folder]
     all_files = TaskIndex._iter_yaml_files
 
-    # Files name further tasks, which stand in further files, until there are none.
+    # Files name further tasks, which are in further files, until there are none.
     wanted = set(names)
     while True:
         needed = {folder: _files_with(folder, wanted) for folder in folders}

@@ -61,7 +61,7 @@ class Needs:
         zeros: the tensors of the base's adapter of zeros with their shapes: one adapted module of each kind.
         width: the sum of inputs and outputs of all modules that may be adapted.
         longest: tokens of the longest request with its answer.
-        likelihoods: whether log-likelihoods are asked for.
+        likelihoods: whether log-likelihoods are requested.
         in_flight: compositions at once.
     """
 

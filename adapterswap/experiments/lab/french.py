@@ -215,7 +215,7 @@ class FrenchPlan:
         return result
 
     def write_inputs(self) -> Path:
-        """Write what the sweep reads beside the base: the experts, the tasks and the recipe, whose path is returned."""
+        """Write what the sweep reads besides the base: the experts, the tasks and the recipe. Returns its path."""
         folder = self.out_path
         for name, expert in self.experts.items():
             _copy(expert, folder / _EXPERTS / name)

@@ -39,7 +39,7 @@ class LabPlan:
         seeds: how many; they are 0 to `seeds` - 1.
         out_path: the folder to write.
         rebuild_base: pretrain the bases, even if they are shipped.
-        sizes: how many problems are asked.
+        sizes: how many problems are drawn.
         overwrite: replace `out_path`, if the lab wrote it.
     """
 

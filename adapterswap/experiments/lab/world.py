@@ -199,7 +199,7 @@ def draw_problem(rng: Random, *, part: str, two_steps: float = 0.0, aside: float
                 remaining -= count
             facts.append(Fact("changes", who, thing, count, verb=verb))
 
-        # Drawn in any case, so that a problem with an aside and one without take as many random numbers.
+        # Always drawn, so that a problem takes the same number of random numbers with and without an aside.
         has_aside = rng.random() < aside
         place = rng.randint(0, len(facts))
         aside_fact = draw_fact(rng, other, ("has", "likes", "is in"))

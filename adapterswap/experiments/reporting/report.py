@@ -111,7 +111,7 @@ def _rules(run: Run, cell: Cell, *, full: bool) -> Sequence[Any]:
 def evaluate_command(run: Run, cell: Cell) -> str:
     """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks.
 
-    A line for each engine, if tasks that generate and the others were asked in two.
+    Two lines, if one engine answered the tasks that generate and another one the others.
     """
     settings: Mapping[str, Any] = run.described.get("settings", {})
     if "loglikelihood" not in (settings.get("engine") or {}):

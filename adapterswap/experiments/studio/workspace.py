@@ -84,7 +84,7 @@ class Turns:
             self._acquire()
 
     def _acquire(self) -> None:
-        """Take the lock when all threads that asked before have had it."""
+        """Take the lock after all threads that began to wait before this one."""
         with self._guard:
             if not self._held and not self._waiting:
                 self._held = True

@@ -203,7 +203,7 @@ class _Cluster:
         return number, answer
 
     def _ready(self) -> Any:
-        """The reference of the first worker that is ready. Ray itself waits for ever for a node that is gone."""
+        """The reference of the first worker that is ready. Ray itself waits forever for a node that has disappeared."""
         ray = _ray()
         lost: float | None = None
         while True:

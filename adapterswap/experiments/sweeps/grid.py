@@ -339,7 +339,7 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         filled = [Trial(content, tuple(ids)) for content, ids in trials if ids]
         spaces.append(Space(family.name, tuple(filled)))
 
-    # Cells with the same tasks stand together, those on all tasks first: each set of tasks is loaded once
+    # Cells with the same tasks are next to each other, those on all tasks first, so each set of tasks is loaded once
     everything = tasks.of(recipe.language_experts)
     ordered = sorted(cells.values(), key=lambda cell: (cell.tasks != everything, cell.tasks))
     return Grid(tuple(ordered), left_out, repeated, tuple(spaces))

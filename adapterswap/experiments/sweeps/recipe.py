@@ -125,7 +125,9 @@ class Halving(Declared):
 
     min_documents: int = field(default=16, ge=1, description="Documents of each target task on the first rung.")
     reduction_factor: int = field(
-        default=3, ge=2, description="Each rung has so many times more documents, and one in so many trials continues."
+        default=3,
+        ge=2,
+        description="Each rung has this many times as many documents, and one in this many trials continues.",
     )
 
     def rungs(self, available: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from adapterswap.experiments.sweeps.summary import half_value, sign_of
 from adapterswap.kit.dependencies import require
 from adapterswap.kit.errors import DataError
 
-_PATIENCE = 20  # after so many proposals in a row that were tried before or whose zones overlap, draw at random
+_PATIENCE = 20  # proposals in a row that were tried before, or whose zones overlap; then a trial is drawn at random
 
 
 def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assignment]]:
@@ -101,7 +101,7 @@ def _searched(prepared: PreparedSweep) -> list[Space]:
 
 
 def _always(prepared: PreparedSweep) -> list[Cell]:
-    """The cells that are evaluated in any case."""
+    """The cells that are evaluated whatever the search proposes."""
     searched, others = set(), set()
     searched_spaces = _searched(prepared)
     for space in prepared.grid.spaces:

@@ -22,7 +22,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 _LENGTHS = (7, 11)  # tokens of the two rows
-_ORDINARY = range(3, 64)  # ids of tokens, less those that stand for images and sounds
+_ORDINARY = range(3, 64)  # ids of tokens, from which those for images and sounds are removed
 _ROUNDING = 300  # in eps of the largest number: beyond it, rounding does not explain a difference in float32
 _ROUNDING_16_BIT = 4  # the same for the mean difference in 16 bits
 _NOISE = 8  # how many times as far apart as in a padded batch, where only rounding differs
@@ -81,7 +81,7 @@ class Probe:
 
     @property
     def depends_on_the_batch(self) -> bool:
-        """Whether a row beside a longer one in a padded batch is not what it is alone."""
+        """Whether a row is computed differently in a padded batch with a longer one than alone."""
         return self._matters(*self._noise)
 
     @property
@@ -123,7 +123,7 @@ class Probe:
             return False
 
     def holds(self, tokens: int) -> bool:
-        """Whether a row of so many tokens has positions for all of them."""
+        """Whether a row of this length has a position for each token."""
         row = (self.rows[1] * (tokens // _LENGTHS[1] + 1))[:tokens]
         try:
             self._logits(self._batch([row])[0])

@@ -372,7 +372,7 @@ class Validation(Declared, finite=True):
     early_stopping: int | None = field(
         default=None,
         ge=1,
-        description="Stop when the loss was not lower so many times in a row, and write the weights of the lowest.",
+        description="Stop when the loss has not improved this many times in a row, and write the best weights.",
     )
 
     def check(self) -> None:

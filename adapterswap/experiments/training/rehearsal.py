@@ -23,7 +23,7 @@ from adapterswap.experiments.training.small import POSITIONS, small_copy
 from adapterswap.experiments.training.targets import TrainingTargets
 from adapterswap.kit.errors import BaseModelError, FieldError, UnsupportedError, reason_of
 
-_MOST_POSITIONS = 32_768  # no model learns a position for so many tokens, and trying them takes long
+_MOST_POSITIONS = 32_768  # no model learns so many positions, and trying them takes long
 
 
 def rehearse(

@@ -235,7 +235,7 @@ def _prepare(
     trust_task_code: bool,
     tell: Callable[[str], None],
 ) -> _Prepared:
-    """Read all that a run needs besides the weights, and refuse what would stop it."""
+    """Read everything that a run needs except the weights, and refuse what would stop it."""
     from adapterswap.core import OpenedBase
     from adapterswap.experiments.training.data import load_data, sequences
     from adapterswap.experiments.training.rehearsal import rehearse

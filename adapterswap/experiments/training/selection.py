@@ -36,13 +36,13 @@ class SelectionOptions(EvaluationOptions):
         default=1, ge=1, description="How many checkpoints are kept: the best one is the expert, others lie inside it."
     )
     early_stopping: int | None = field(
-        default=None, ge=1, description="Stop after so many checkpoints in a row that are no better. Default: never."
+        default=None, ge=1, description="Stop after this many checkpoints in a row without improvement. Default: never."
     )
-    every: int = field(default=1, ge=1, description="Evaluate every so many checkpoints, and the last one.")
+    every: int = field(default=1, ge=1, description="Evaluate every Nth checkpoint, and the last one.")
     ladder: int | None = field(
         default=None,
         ge=2,
-        description="Also keep so many adapters, at even fractions of the run, the last at its end; each is a folder "
+        description="Also keep this many adapters, evenly spaced over the run, the last at its end; each is a folder "
         "in the expert's.",
     )
 
@@ -51,7 +51,7 @@ class SelectionOptions(EvaluationOptions):
             raise ValueError("`selection` needs `tasks` to choose by, or a `ladder`")
 
     def rungs(self, steps: int) -> list[int]:
-        """The steps whose adapters the ladder keeps, of a run of so many."""
+        """The steps whose adapters the ladder keeps, in a run of this length."""
         count = self.ladder or 0
         return sorted({max(1, (steps * rung + count // 2) // count) for rung in range(1, count + 1)})
 

@@ -42,7 +42,7 @@ class Start:
         adapter: the adapter, under the base's names for its modules.
         record: its identity, for the record of what is trained.
         companions: whose tokenizer and chat templates are trained with: the start's, unless it has none.
-        on_top: what is trained lies on top of it.
+        on_top: whether it stays frozen, and a new adapter is trained on top of it.
     """
 
     adapter: Adapter
@@ -153,7 +153,7 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
             f"`base_model={base.reference}`",
         )
 
-    # The start may name the commit, or the branch or tag that was asked for.
+    # The start may name the commit, or the branch or tag that was requested.
     requested = Reference(base.reference).hub_id
     revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
     if not by_weights and base.source.revision and (config.revision or "main") not in revisions:

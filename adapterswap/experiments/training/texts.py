@@ -49,7 +49,7 @@ Conversation = Callable[[Row], list[Message] | None]
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # of the files with tables of text
 TOOLS, ARGUMENTS = TEMPLATE_COLUMNS = "tools", "chat_template_kwargs"
 _CHOICES = "weight", "train"  # keys of a message that say whether the loss is computed on it
-_KEYS = frozenset({"role", "content", *_CHOICES})  # those that need not stand in a template
+_KEYS = frozenset({"role", "content", *_CHOICES})  # those that a template need not read
 _ANSWERS = "assistant"
 
 

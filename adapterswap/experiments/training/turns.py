@@ -1,4 +1,4 @@
-"""Where the assistant's turns stand in a rendered conversation, and what of it the chat template leaves out.
+"""Where the assistant's turns are in a rendered conversation, and which parts of it the chat template leaves out.
 
 The rule: a character is trained on only if the template wrote it for a turn of the assistant. What comes from the
 messages is known from the rendering itself (`traced`). What the template writes around it, between the text of one turn
@@ -8,7 +8,7 @@ and that of the next, is divided by two further renderings:
   answers. The turn begins after it.
 * of the conversation up to the turn: what it ends in is what ends the turn.
 
-Where this is not what stands in the conversation, the turn begins or ends earlier or later; see `_Rendering.begin` and
+Where the conversation has something else there, the turn begins or ends earlier or later; see `_Rendering.begin` and
 `_Rendering.end`. Where nothing proves it, the row is an error. A template with `{% generation %}` tags says it itself.
 """
 

@@ -46,7 +46,7 @@ def test_the_folder(run: Run, model: Callable[..., Path], tmp_path: Path) -> Non
 
 
 def test_code_is_not_copied(model: Callable[..., Path], tmp_path: Path) -> None:
-    """Whoever loads the result with `trust_remote_code` would run it. What the config refers to is named."""
+    """Loading the result with `trust_remote_code` would run it. The error names what the config refers to."""
     task, language = (shutil.copytree(model(seed=seed), tmp_path / name) for seed, name in ((1, "math"), (2, "sw")))
     for name in ("modeling_own.py", "tokenization_own.py"):
         (task / name).write_text("raise SystemExit")

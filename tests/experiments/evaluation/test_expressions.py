@@ -1,4 +1,4 @@
-"""An answer that is an expression with a variable is no number, in all languages; nor are ranges and lists."""
+"""An answer that is an expression with a variable is not a number, in any language; nor are ranges and lists."""
 
 from __future__ import annotations
 
