@@ -33,7 +33,9 @@ class SelectionOptions(EvaluationOptions):
         "task. Default: MGSM normalized, FLORES chrf++, else the task's first.",
     )
     keep_best: int = field(
-        default=1, ge=1, description="How many checkpoints are kept: the best one is the expert, others lie inside it."
+        default=1,
+        ge=1,
+        description="How many checkpoints to keep: the best one is the expert, the others are in its folder.",
     )
     early_stopping: int | None = field(
         default=None, ge=1, description="Stop after this many checkpoints in a row without improvement. Default: never."
