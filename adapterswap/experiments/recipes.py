@@ -52,6 +52,7 @@ def _check_composition(composition: Composition) -> None:
 
 
 def _check_sweep(recipe: SweepRecipe) -> None:
+    """Check each cell's composition for some depth."""
     recipe.check_cells(recipe.num_layers or _DEPTH)
 
 
@@ -73,10 +74,12 @@ class ShippedRecipe:
 
 def list_recipes() -> list[ShippedRecipe]:
     """The shipped recipes: whole ones (train, compose, sweep) and fragments (models, data, regimes)."""
-    return [
-        ShippedRecipe(name, name.partition("/")[0], path.read_text("utf-8").partition("\n")[0].removeprefix("# "))
-        for name, path in shipped_recipes().items()
-    ]
+    recipes = []
+    for name, path in shipped_recipes().items():
+        kind = name.partition("/")[0]
+        first_line = path.read_text("utf-8").partition("\n")[0]
+        recipes.append(ShippedRecipe(name, kind, first_line.removeprefix("# ")))
+    return recipes
 
 
 def check_recipe(path: Path) -> str:
@@ -93,7 +96,10 @@ def check_recipe(path: Path) -> str:
 
 def resolve_recipe(path: Path) -> tuple[dict[str, Any], str]:
     """The recipe at `path` with what it extends: as data, and as YAML with a comment that names each line's file."""
-    recipe = RecipeFile.read(path, paths=[pattern for kind in _KINDS.values() for pattern in kind.paths])
+    patterns: list[str] = []
+    for kind in _KINDS.values():
+        patterns += kind.paths
+    recipe = RecipeFile.read(path, paths=patterns)
     names: dict[Path | None, str] = {file: name for name, file in shipped_recipes().items()}
     return recipe.content, dump_yaml(_commented(recipe.content, (), recipe, names))
 
@@ -115,9 +121,13 @@ def _commented(
 
 
 def _leaves(value: Any, location: tuple[str, ...]) -> list[tuple[str, ...]]:
-    if isinstance(value, dict) and value:
-        return [leaf for key, inner in value.items() for leaf in _leaves(inner, (*location, key))]
-    return [location]
+    """The locations of all values below a key that are not mappings; an empty mapping is a value."""
+    if not isinstance(value, dict) or not value:
+        return [location]
+    leaves: list[tuple[str, ...]] = []
+    for key, inner in value.items():
+        leaves += _leaves(inner, (*location, key))
+    return leaves
 
 
 def standalone_copy(names: Sequence[str]) -> dict[str, str]:
@@ -135,8 +145,11 @@ def standalone_copy(names: Sequence[str]) -> dict[str, str]:
                 parameter="names",
             )
     problems.raise_if_any()
+
     places = {file: f"{name}.yaml" for name, file in shipped.items()}
-    files = {file for name in names for file in RecipeFile.read(shipped[name]).files}
+    files: set[Path] = set()
+    for name in names:
+        files |= set(RecipeFile.read(shipped[name]).files)
     return {places[file]: _with_relative_names(file, places) for file in sorted(files)}
 
 

@@ -80,6 +80,8 @@ def check_out_path(
     OutputKind.check_place(folder, inputs)
     if not os.path.exists(folder):
         return Findings()
+
+    # A folder without a sweep may hold what a killed sweep or a registration left, and nothing else.
     if {path.name for path in folder.iterdir()} <= _BEFORE:
         files_inside(folder, ["**/*"], kind=DataError)  # before a file in it is locked or replaced
         return Findings()
@@ -87,10 +89,12 @@ def check_out_path(
         raise OutputError(
             f"{folder} already exists and is not the folder of a sweep", "Choose another path", parameter="out_path"
         )
+
     if overwrite:
         _output_kind(folder).refuse_strangers(folder)
         files_inside(folder, _LOCKS, kind=DataError)  # links of other names are removed
         return Findings()
+
     run = Run.read(folder)
     if run.results and not os.path.exists(folder / SAMPLES):
         raise RunError(
@@ -360,6 +364,8 @@ class Preregistration:
         path = folder / PREREGISTRATION
         if not os.path.exists(path):
             return None
+
+        # What the sweep is
         content = _read(path)
         registered, comparison = content["sweep"], content["comparison"]
         differences: list[str] = []
@@ -387,7 +393,10 @@ class Preregistration:
     @classmethod
     def default_reference(cls, families: Sequence[str]) -> str:
         """The first of `REFERENCES` among the families that are tested, otherwise the first of them."""
-        return next((family for family in cls.REFERENCES if family in families), families[0])
+        for family in cls.REFERENCES:
+            if family in families:
+                return family
+        return families[0]
 
     @staticmethod
     def freeze(

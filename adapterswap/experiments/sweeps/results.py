@@ -101,7 +101,8 @@ class TaskValue(Carrier):
 
     def only(self, doc_ids: tuple[int, ...]) -> TaskValue:
         """The scores of these documents alone, without those of the whole task."""
-        return TaskValue(None, None, {}, {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs})
+        docs = {doc_id: self.docs[doc_id] for doc_id in doc_ids if doc_id in self.docs}
+        return TaskValue(None, None, {}, docs)
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,9 @@ class Findings:
         # A search with another seed takes other documents, though as many
         rung_result = self.rungs.get((cell, rung))
         if rung_result is not None:
-            requested = {task: {*doc_ids} for task, doc_ids in assignment.documents.items()}
-            if {task: {*value.docs} for task, value in rung_result.results.items()} == requested:
+            requested = {task: set(doc_ids) for task, doc_ids in assignment.documents.items()}
+            evaluated = {task: set(value.docs) for task, value in rung_result.results.items()}
+            if evaluated == requested:
                 return rung_result
 
         if finished is None:

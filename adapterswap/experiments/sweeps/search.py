@@ -96,8 +96,11 @@ def _searched(prepared: PreparedSweep) -> list[Space]:
     search = prepared.recipe.search
     if search is None:
         return []
-    spaces = [space for space in prepared.grid.spaces if len(space.trials) > 1]
-    return [space for space in spaces if search.family in (None, space.family)]
+    searched = []
+    for space in prepared.grid.spaces:
+        if len(space.trials) > 1 and search.family in (None, space.family):
+            searched.append(space)
+    return searched
 
 
 def _always(prepared: PreparedSweep) -> list[Cell]:
@@ -123,6 +126,7 @@ def _trials(
     cells = {cell.cell: cell for cell in prepared.grid.cells}
 
     def value(trial: Trial, documents: int | None) -> float:
+        """The mean score of a trial's cells on the documents to choose on; higher is better."""
         results, scores = [], []
         for cell in trial.cells:
             result = findings.get(_on(documents, cells[cell], prepared))
@@ -199,7 +203,8 @@ def ask(
 
     drawn = Random(search.seed)
     for _ in range(min(search.trials, len(untried))):
-        # The sampler proposes points until one is new; after many that are not, and at the start, a point is set
+        # The sampler proposes points until one is new. At the start, and after many that are not, a point is chosen
+        # for it.
         point = ()
         for _ in range(0 if start else _PATIENCE):
             question = study.ask(space)

@@ -1,10 +1,10 @@
 """Summarize a sweep: the best configuration of each family.
 
 The best configuration is chosen on the documents set apart for choosing, and reported on the others; if no method has
-several, all documents are reported. Only
-configurations that are finished with all their pairs take part, because means over different pairs do not compare. Of
-equal ones the papers' default is taken, then the first of the recipe (`best_of`, which reports use too). Min, mean and
-max are over cells, on all documents. Intervals and tests are made in `reporting`.
+several, all documents are reported. Only configurations that are finished with all their pairs take part, because means
+over different pairs cannot be compared. Of equal ones the papers' default is taken, then the first of the recipe
+(`best_of`, which reports use too). Min, mean and max are over cells, on all documents. `reporting` computes intervals
+and tests.
 """
 
 from __future__ import annotations
@@ -76,9 +76,11 @@ def best_of(candidates: Iterable[tuple[float | None, bool, _Candidate]], sign: i
 
 def better(one: CellResult | None, other: CellResult, tasks: Mapping[str, TaskInfo]) -> CellResult | None:
     """The cell with the better value, see `best_of`; `one`, if neither has a value."""
-    cells = [cell for cell in (one, other) if cell is not None]
-    best = best_of(((cell_value(cell, tasks), cell.cell.default, cell) for cell in cells), sign_of([other], tasks))
-    return one if best is None else best
+    candidates = []
+    for cell in (one, other):
+        if cell is not None:
+            candidates.append((cell_value(cell, tasks), cell.cell.default, cell))
+    return best_of(candidates, sign_of([other], tasks)) or one
 
 
 def summarize(run: Run) -> list[Row]:
@@ -121,9 +123,14 @@ def _row(
     if best is not None:
         chosen_at = scores[best]
         reported_at = _mean(half_value(result, tasks, "report") for result in configurations[best])
-    all_values = [cell_value(result, tasks) for result in results]
-    values = [value for value in all_values if value is not None]
-    errors = [result.relative_error for result in results if result.relative_error is not None]
+
+    values, errors = [], []
+    for result in results:
+        value = cell_value(result, tasks)
+        if value is not None:
+            values.append(value)
+        if result.relative_error is not None:
+            errors.append(result.relative_error)
     return Row(
         family=family,
         n=len(values),
@@ -162,4 +169,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
         if value is None:
             return None
         numbers.append(value)
-    return sum(numbers) / len(numbers) if numbers else None
+    if not numbers:
+        return None
+    return sum(numbers) / len(numbers)

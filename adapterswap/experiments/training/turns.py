@@ -106,24 +106,27 @@ class _Rendering:
                 continue
             if self._written.any_of(leaf) or not (leaf.text or "").strip():
                 continue
-            if self._stands_elsewhere(leaf.text or ""):
+            if self._is_elsewhere(leaf.text or ""):
                 self._refuse(turn, "changes the text of the assistant's turn {}, so that it cannot be found again")
             self._refuse(turn, "does not write the assistant's turn {}")
 
     def span(self, turn: int, remarks: dict[str, str]) -> Span | None:
-        """Where a turn of the assistant stands, with the token that ends it; None for an empty one without a place."""
+        """Where a turn of the assistant is, with the token that ends it; None for an empty one without a place."""
         own = [piece for piece in self.firsts if piece.leaf.message == turn]
         others = [piece for piece in self.whole.pieces if piece.leaf.message != turn]
         if not own:
             remarks["an empty turn of the assistant is not trained on"] = shown(dict(self._messages[turn]))
             return None
 
+        # From the first to the last character of the turn, and what other messages write around it
         first, last = own[0].begin, max(piece.end for piece in own)
         before = max((piece.end for piece in others if piece.end <= first), default=0)
         after = min((piece.begin for piece in others if piece.begin >= last), default=len(self.whole.text))
         if any(first < piece.end and piece.begin < last for piece in others):
             self._refuse(turn, "writes other messages inside the assistant's turn {}")
-        begin, end = self.begin(turn, before, first, remarks), self.end(turn, last, after)
+
+        begin = self.begin(turn, before, first, remarks)
+        end = self.end(turn, last, after)
         if begin < end:
             return begin, end
         remarks["an empty turn of the assistant has no end and is not trained on"] = shown(dict(self._messages[turn]))
@@ -132,8 +135,8 @@ class _Rendering:
     def begin(self, turn: int, before: int, first: int, remarks: dict[str, str]) -> int:
         """Where a turn begins, between the end of what another message says and the first that this one does.
 
-        It begins after the generation prompt. A turn that goes on otherwise than the prompt does begins where it
-        differs, if the end of the turn before it is known not to be later, and this is remarked.
+        It begins after the generation prompt. A turn that is written differently from the prompt begins where the two
+        differ, if the turn before it is known to end before that, and a remark says so.
         """
         written = self.whole.text[before:first]
         prompt = _after_the_last_piece(
@@ -212,9 +215,10 @@ class _Rendering:
             if leaf.message == TOOLS or not self._should_be_written(leaf):
                 continue
             role = self._messages[leaf.message]["role"]
-            texts = [text for text in self._written.rest_of(leaf) if not self._stands_elsewhere(text)]
+            texts = [text for text in self._written.rest_of(leaf) if not self._is_elsewhere(text)]
             if not texts:
                 continue
+
             key = "" if leaf.path[0] == "content" else f"`{leaf.path[0]}` of "
             part = "a part of " if self._written.any_of(leaf) else ""
             remarks[f"the chat template leaves out {part}{key}{role} turns"] = shown(texts[0])
@@ -236,9 +240,9 @@ class _Rendering:
             for other in self.whole.leaves
         )
 
-    def _stands_elsewhere(self, text: str) -> bool:
+    def _is_elsewhere(self, text: str) -> bool:
         """Whether the template writes a text itself, such as the tags around reasoning that it has taken apart."""
-        is_long = len(text.strip()) > 2  # single letters stand everywhere
+        is_long = len(text.strip()) > 2  # single letters are everywhere
         return is_long and any(text.strip() in written for written in _between(self.whole))
 
     def _last_cut(self, least: int, most: int) -> int:
