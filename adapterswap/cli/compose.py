@@ -396,6 +396,7 @@ def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
                 "bytes": file.nbytes,
             }
         )
+
     return {
         **plan_as_json(prepared.plan),
         "architecture": exported.architecture,

@@ -272,6 +272,7 @@ class FrenchResult:
             if family != "layer swap":
                 interval = self.against(family)
                 differences[family] = {"difference": interval.mean, "interval_over_templates": interval.ends}
+
         return {
             "format": FRENCH_FORMAT,
             "caveat": CAVEAT,

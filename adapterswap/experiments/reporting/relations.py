@@ -281,11 +281,6 @@ def _scored_at(unit: Unit, choice: Choice, task: TaskInfo) -> list[CellResult]:
     return scored
 
 
-def _mean_at(unit: Unit, choice: Choice, task: TaskInfo) -> float | None:
-    """The mean score of a choice's cells that match `unit`."""
-    return mean_of(score(result, task) for result in _scored_at(unit, choice, task))
-
-
 def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     """Correlations of experts' own scores, on every task, with the mean score of the compositions that include them.
 
@@ -316,7 +311,7 @@ def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list
     own = {result.cell.unit: result for result in run.results if result.cell.family == family}
     means: dict[Unit, float] = {}
     for unit in own:
-        mean = _mean_at(unit, merged, target)
+        mean = mean_of(score(result, target) for result in _scored_at(unit, merged, target))
         if mean is not None:
             means[unit] = mean
 
@@ -392,6 +387,7 @@ def _ladder_grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
                 one, bottom = steps[task]
                 other, top = steps[language]
                 pairs.setdefault((one, other), []).append(GridCell(bottom, top, mean, 1, 0))
+
         for ladders, cells in pairs.items():
             if len(cells) > 1:
                 in_order = tuple(sorted(cells, key=lambda cell: (cell.bottom, cell.top)))

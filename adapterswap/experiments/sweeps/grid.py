@@ -120,8 +120,9 @@ class Cell(Carrier):
         Each is None if absent. The names of several experts of a side are joined by +. A variant is a seed of the lab,
         or one of several adapters in a row of their own.
         """
-        sides = (self.task_expert, self.language_expert, self.other_experts)
-        task, language, others = ("+".join(names) or None for names in sides)
+        task = "+".join(self.task_expert) or None
+        language = "+".join(self.language_expert) or None
+        others = "+".join(self.other_experts) or None
 
         variant = None
         if self.composition and task is language is others is None:
