@@ -266,6 +266,7 @@ def _parameters(
 
 def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, required: bool) -> Option:
     """The click option of a parameter."""
+    # The output is required only if something is written; `Command.invoke` checks it.
     names_output = required and name == "out_path"
     if names_output:
         text += "  [required, except with --dry-run]"

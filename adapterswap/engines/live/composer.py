@@ -139,8 +139,9 @@ class Session:
         Raises:
             UnsupportedError: as for `refresh`, after the state was restored.
         """
-        scales = self._catalogue.scales
-        baseline, guard, self._baseline, self._guard = self._baseline, self._guard, None, None
+        # Whatever fails below, no composition is active afterwards.
+        baseline, guard = self._baseline, self._guard
+        self._baseline = self._guard = None
         if isinstance(self.active, RowSwitches):
             self.active.withdraw()
         self.active = None
@@ -150,6 +151,7 @@ class Session:
             return
 
         self._catalogue.refresh()
+        scales = self._catalogue.scales
         if self.pin is not None:
             self.pin.release(scales)
         baseline.restore(scales)

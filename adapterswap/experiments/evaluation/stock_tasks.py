@@ -175,7 +175,7 @@ def _read(path: Path, problems: Problems, seen: set[Path]) -> dict[str, Any]:
     Loader.add_constructor("!function", function)
     Loader.add_multi_constructor(_PYTHON, python_object)
     try:
-        content = yaml.load(_checked(path), Loader=Loader)
+        content = yaml.load(_checked_bytes(path), Loader=Loader)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {reason_of(error)}", "Correct the task file", parameter="include_path"
@@ -525,11 +525,11 @@ def _check_folder(include_path: str | Path | None) -> None:
         )
     for path in sorted(Path(include_path).rglob("*.yaml")):
         if not path.is_dir():  # the harness opens each of them, also a pipe, for which it would wait
-            _checked(path)
+            _checked_bytes(path)
 
 
-def _checked(path: Path) -> bytes:
-    """The bytes of a task file. A few lines with aliases can stand for billions of values."""
+def _checked_bytes(path: Path) -> bytes:
+    """The bytes of a task file, unless it is huge: in a few lines, aliases can make billions of values."""
     raw = read_small(path, "Correct the task file", limit=_MOST_BYTES, kind=DataError)
     try:
         waiting = [(yaml.compose(raw, Loader=_SAFE), 0)]

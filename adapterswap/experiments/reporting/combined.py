@@ -172,10 +172,11 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[s
 
     Experts and tasks that only one of the two contains are not compared.
     """
-    compared = {None, *({_thing(name) for name in one} & {_thing(name) for name in other})}
+    compared = {_owner_of(name) for name in one} & {_owner_of(name) for name in other}
+    compared.add(None)
     differences = []
     for name in {**one, **other}:
-        if one.get(name) != other.get(name) and _thing(name) in compared:
+        if one.get(name) != other.get(name) and _owner_of(name) in compared:
             differences.append((name, one.get(name), other.get(name)))
     return differences
 
@@ -186,7 +187,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
-def _thing(name: str) -> str | None:
+def _owner_of(name: str) -> str | None:
     """The expert or task that a condition belongs to; None for conditions of the whole sweep."""
     return name.rpartition(".")[0] if name.startswith(("experts.", "tasks.")) else None
 

@@ -96,6 +96,7 @@ def open_source(folder: str | Path, *more: str | Path) -> ReportSource:
 
 
 def _open_one(folder: Path) -> ReportSource:
+    """The sweep or lab run in a folder."""
     if os.path.exists(folder / _SWEEP_FILE):
         run = Run.read(folder)
         if not run.results:

@@ -544,6 +544,7 @@ class _Page:
         def unpaint(max_rank: float | None, *inputs: Any) -> list[Any]:
             return [{}, *self._redraw(self._choice({}, *inputs[1:]), max_rank)]
 
+        # Weights are shown while a transition zone averages.
         transitions = [controls[name] for name in ZONES[2:]]
         gr.on(
             [slider.input for slider in transitions],
@@ -553,9 +554,11 @@ class _Page:
             **_FAST,
             **_HIDDEN,
         )
+
+        # What sends the page's choice to the answering route, and what of it is answered
         moved = [component.input for name, component in controls.items() if name != "preset"]
-        asked = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
-        asking: dict[str, Any] = {"fn": None, "inputs": asked, "outputs": [], **_HIDDEN}
+        sent = [self.auto, self.shown, self.tokens, self.chat, *self._inputs]
+        asking: dict[str, Any] = {"fn": None, "inputs": sent, "outputs": [], **_HIDDEN}
         answering = {**asking, "js": _SAY % ("ask", "false", "true")}
         self._again = again = {**asking, "js": _SAY % ("ask", "false", "auto")}
         redrawing = {**asking, "js": _SAY % ("ask", "true", "auto")}
@@ -572,8 +575,10 @@ class _Page:
         gr.on(
             [self.prompt.input, self.max_rank.input], redraw, [self.max_rank, *self._inputs], drawn, **_FAST, **_HIDDEN
         )
+
+        # What changes the choice, draws it again, and has it answered again
         everything = [*controls.values(), *drawn]
-        done = [
+        changed = [
             controls["preset"].input(preset, [self.max_rank, *self._inputs], everything, **_FAST, **_HIDDEN),
             self.defaults.click(reset, [self.max_rank, *self._inputs], [self.painted, *everything], **_FAST, **_HIDDEN),
             self.clear.click(unpaint, [self.max_rank, *self._inputs], [self.painted, *drawn], **_FAST, **_HIDDEN),
@@ -581,6 +586,8 @@ class _Page:
                 self._give, [self.brush, self.max_rank, *self._inputs], [self.painted, *drawn], **_FAST, **_HIDDEN
             ),
         ]
+
+        # The page's own address, which holds the choice
         self.address.change(None, [self.address], [], js=_REPLACE, **_HIDDEN)
         restored = blocks.load(
             self._restore,
@@ -594,9 +601,10 @@ class _Page:
             picked.success(**redrawing)  # the address holds the prompt
         gr.on([self.go.click, self.prompt.submit], **answering)
         restored.success(**answering)
-        for event in done:
+        for event in changed:
             event.success(**again)
 
+        # The other panels
         self.stop.click(None, None, [], js=_STOP, **_HIDDEN)
         self._wire_measuring(blocks, everything)
         if self.workspace.allow_paths:

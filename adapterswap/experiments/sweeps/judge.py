@@ -82,7 +82,9 @@ def way_of(prepared: PreparedSweep, cell: Cell) -> Way:
         return "merged"
     if prepared.settings.engine == "vllm":
         return "merged" if prepared.beyond_vllm & experts else "reduced"
-    return "switched" if not cell.output and prepared.plans.is_live(cell) else "reduced"
+    if not cell.output and prepared.plans.is_live(cell):
+        return "switched"
+    return "reduced"
 
 
 def agreed(known: Mapping[str, Any], described: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -238,10 +240,11 @@ def as_judged(
 
 
 def _values(evaluation: EvaluationResult, prepared: PreparedSweep) -> dict[str, TaskValue]:
-    """The scores of one evaluation, as recorded; what is no finite number, or a huge one, becomes None."""
+    """The scores of one evaluation, as recorded; one that is not a finite number, or is huge, becomes None."""
     plain = {task["name"]: task["scores"] for task in evaluation.as_json()["tasks"]}
     values = {}
     for name, task in evaluation.tasks.items():
+        # All scores, and the primary one with its standard error
         scores = {f"{score['metric']},{score['filter']}": score for score in plain[name]}
         plain_scores = {key: _usable(score["value"]) for key, score in scores.items()}
         metric, filter_name = prepared.tasks[name].primary

@@ -24,8 +24,8 @@ from adapterswap.kit.files.text import read_json, shown, write_json
 
 
 @contextmanager
-def explained(what: str, where: Path) -> Iterator[None]:
-    """Raise an error with a remedy if the device runs out of memory or a file cannot be written."""
+def explained(output: str, folder: Path) -> Iterator[None]:
+    """Raise an error with a remedy if the device runs out of memory or `output` cannot be written to `folder`."""
     import torch
     from safetensors import SafetensorError
 
@@ -38,14 +38,13 @@ def explained(what: str, where: Path) -> Iterator[None]:
             parameter="training.batch_size",
         ) from None
     except OSError as error:
-        raise _unwritten(what, where, error.strerror or str(error)) from None
+        raise _unwritten(output, folder, error.strerror or str(error)) from None
     except (SafetensorError, RuntimeError) as error:
         # A full disk, as safetensors and torch's zip writer report it.
-        if not any(
-            sign in str(error) for sign in ("I/O error", "PytorchStreamWriter", "unexpected pos", "iostream error")
-        ):
+        signs = ("I/O error", "PytorchStreamWriter", "unexpected pos", "iostream error")
+        if not any(sign in str(error) for sign in signs):
             raise
-        raise _unwritten(what, where, str(error).partition("\n")[0]) from None
+        raise _unwritten(output, folder, str(error).partition("\n")[0]) from None
 
 
 def _unwritten(output: str, folder: Path, reason: str) -> OutputError:

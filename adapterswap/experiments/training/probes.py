@@ -132,14 +132,23 @@ class Probe:
         return True
 
     def _matters(self, largest: float, mean: float, noise: tuple[float, float] = (0.0, 0.0)) -> bool:
-        """Whether rounding does not explain a difference, also not as much as there is between batches."""
+        """Whether a difference is larger than rounding explains, and than what batches differ by anyway.
+
+        Args:
+            largest, mean: the difference of logits, over all tokens.
+            noise: the same two numbers for rows that are computed alone and in another batch.
+        """
         scale = max(row.abs().max().item() for row in self.alone)
         eps = torch.finfo(self.dtype).eps
+        largest_noise, mean_noise = noise
+
+        # `not … <=`, so that a difference of NaN matters.
         if self.dtype in (torch.float16, torch.bfloat16):  # rounding alone moves single tokens far
-            return not mean <= max(_ROUNDING_16_BIT * eps * scale, _NOISE * noise[1])
-        return not largest <= max(_ROUNDING * eps * scale, _NOISE * noise[0])
+            return not mean <= max(_ROUNDING_16_BIT * eps * scale, _NOISE * mean_noise)
+        return not largest <= max(_ROUNDING * eps * scale, _NOISE * largest_noise)
 
     def _without_padding(self, batch: torch.Tensor) -> Rows:
+        """The logits of each row, without those of padding and of its last token."""
         return [row[: length - 1] for row, length in zip(batch, _LENGTHS, strict=True)]
 
     def _batch(self, rows: Sequence[list[int]], *, packed: bool = False) -> tuple[dict[str, Any], torch.Tensor]:

@@ -186,11 +186,11 @@ def train(
                 EXPERT.folder(target, overwrite=overwrite, inputs=inputs) as folder,
                 explained("the expert", target),
             ):
-                what = trainer.model, recipe, prepared.base, prepared.targets
+                expert = trainer.model, recipe, prepared.base, prepared.targets
                 for step in run.kept():
                     if not (folder / f"checkpoint-{step}").exists():
-                        write_weights(folder / f"checkpoint-{step}", *what)
-                write_expert(folder, *what, report, start=prepared.start, weights=weights)
+                        write_weights(folder / f"checkpoint-{step}", *expert)
+                write_expert(folder, *expert, report, start=prepared.start, weights=weights)
             if not recipe.training.keep_checkpoints:
                 checkpoints.remove()
         processes.wait()
