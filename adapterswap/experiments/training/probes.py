@@ -132,11 +132,11 @@ class Probe:
         return True
 
     def _matters(self, largest: float, mean: float, noise: tuple[float, float] = (0.0, 0.0)) -> bool:
-        """Whether a difference is larger than rounding explains, and than what batches differ by anyway.
+        """Whether a difference is larger than rounding explains, and much larger than between batches.
 
         Args:
-            largest, mean: the difference of logits, over all tokens.
-            noise: the same two numbers for rows that are computed alone and in another batch.
+            largest, mean: the largest and the mean difference of log-probabilities.
+            noise: the same two numbers where rounding alone should differ, see `_noise`.
         """
         scale = max(row.abs().max().item() for row in self.alone)
         eps = torch.finfo(self.dtype).eps
@@ -148,7 +148,7 @@ class Probe:
         return not largest <= max(_ROUNDING * eps * scale, _NOISE * largest_noise)
 
     def _without_padding(self, batch: torch.Tensor) -> Rows:
-        """The logits of each row, without those of padding and of its last token."""
+        """The log-probabilities of each row of a padded batch."""
         return [row[: length - 1] for row, length in zip(batch, _LENGTHS, strict=True)]
 
     def _batch(self, rows: Sequence[list[int]], *, packed: bool = False) -> tuple[dict[str, Any], torch.Tensor]:
