@@ -139,6 +139,7 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
                 best = rank
                 bottom, top = low, high
 
+    # What they keep, and what speaks against them
     outer = {*range(bottom), *range(layers - top, layers)}
     shares = [importance.of_layer(layer) for layer in sorted(outer)]
     task = sum(share for share, _ in shares)
@@ -162,9 +163,9 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
             "module (--form modules) reaches them"
         )
 
-    owned = {block for block in {*importance.task, *importance.language} if block[0] in outer}
-    chosen = {"bottom": bottom, "top": top}
-    return Suggestion("zones", chosen, _kept(importance, owned), tuple(reasons), importance)
+    of_language = {block for block in {*importance.task, *importance.language} if block[0] in outer}
+    zones = {"bottom": bottom, "top": top}
+    return Suggestion("zones", zones, _kept(importance, of_language), tuple(reasons), importance)
 
 
 def _by_modules(importance: Importance) -> Suggestion:

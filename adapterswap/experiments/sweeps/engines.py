@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from adapterswap.experiments.evaluation.exam import Exam
     from adapterswap.experiments.evaluation.vllm_engine import Needs, VLLMEngine
 
-    Asked = Mapping[tuple[tuple[str, ...], Any], Exam]
+    Exams = Mapping[tuple[tuple[str, ...], Any], Exam]
 
 
 @contextmanager
@@ -40,8 +40,8 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
 
     require("vllm")
     _check_merged(prepared)
-    asked = asked_of_all(prepared)
-    held = needs(prepared, asked)
+    exams = exams_of_all(prepared)
+    held = needs(prepared, exams)
 
     # transformers' model is loaded first, so that vLLM sees what memory is left
     local = None
@@ -51,25 +51,25 @@ def opened_judge(prepared: PreparedSweep, device: str, dtype: str) -> Iterator[J
     with VLLMEngine(
         prepared.base, held, settings.engine_args, device=device, dtype=dtype, seed=settings.seed
     ) as engine:
-        judge = EngineJudge(prepared, engine, asked)
+        judge = EngineJudge(prepared, engine, exams)
         if local is None:
             yield judge
         else:
             yield SplitJudge(judge, local, _generating(prepared))
 
 
-def asked_of_all(prepared: PreparedSweep) -> Asked:
-    """What the tasks ask vLLM of cells on all documents, by the cells' tasks."""
-    mine: Collection[str] = prepared.tasks
+def exams_of_all(prepared: PreparedSweep) -> Exams:
+    """The requests to vLLM for cells on all documents, by the cells' tasks."""
+    in_vllm: Collection[str] = prepared.tasks
     if isinstance(prepared.recipe.settings.engine, EngineByKind):
-        mine = _generating(prepared)
+        in_vllm = _generating(prepared)
 
-    asked = {}
+    exams = {}
     for cell in prepared.grid.cells:
-        tasks = tuple(task for task in cell.tasks if task in mine)
-        if tasks and (tasks, None) not in asked:
-            asked[tasks, None] = prepared.exam(tasks)
-    return asked
+        tasks = tuple(task for task in cell.tasks if task in in_vllm)
+        if tasks and (tasks, None) not in exams:
+            exams[tasks, None] = prepared.exam(tasks)
+    return exams
 
 
 def _generating(prepared: PreparedSweep) -> frozenset[str]:
@@ -79,7 +79,7 @@ def _generating(prepared: PreparedSweep) -> frozenset[str]:
     )
 
 
-def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
+def needs(prepared: PreparedSweep, exams: Exams) -> Needs:
     """What vLLM must be able to hold for all cells of a sweep."""
     from adapterswap.experiments.evaluation.vllm_engine import Needs
 
@@ -91,13 +91,13 @@ def needs(prepared: PreparedSweep, asked: Asked) -> Needs:
         if plan is not None and way_of(prepared, cell) != "merged":
             adapters[cell.short] = plan, cell.output
 
-    requests = chain.from_iterable(exam.requests for exam in asked.values())
+    requests = chain.from_iterable(exam.requests for exam in exams.values())
     return Needs.of(adapters, requests, prepared.recipe.settings.in_flight, prepared.base)
 
 
 def needed(prepared: PreparedSweep) -> dict[str, Any]:
     """vLLM's settings for a sweep, the numbers in its slots for adapters, and the cell with the highest rank."""
-    all_needs = needs(prepared, asked_of_all(prepared))
+    all_needs = needs(prepared, exams_of_all(prepared))
     settings = {**all_needs.settings(), **prepared.settings.engine_args}
 
     ranks = all_needs.ranks
@@ -108,11 +108,11 @@ def needed(prepared: PreparedSweep) -> dict[str, Any]:
 class EngineJudge:
     """Cells in vLLM, with a window of them in flight; see `Judge`."""
 
-    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine, asked: Asked) -> None:
+    def __init__(self, prepared: PreparedSweep, engine: VLLMEngine, exams: Exams) -> None:
         self._prepared = prepared
         self._engine = engine
         self._in_flight = prepared.recipe.settings.in_flight
-        self._asked = dict(asked)
+        self._exams = dict(exams)
         self._errors: dict[str, float] = {}
 
         around = engine.described
@@ -142,8 +142,8 @@ class EngineJudge:
             tasks = tuple(documents)
             doc_ids = tuple(tuple(documents[task]) for task in tasks)
         key = tasks, doc_ids
-        if key not in self._asked:
-            self._asked[key] = self._prepared.exam(tasks, documents)
+        if key not in self._exams:
+            self._exams[key] = self._prepared.exam(tasks, documents)
 
         prepared = self._prepared
         described = prepared.described["experts"]
@@ -151,7 +151,7 @@ class EngineJudge:
             f"{cell.short} ({cell.cell})",
             prepared.plans[cell.cell],
             cell.output,
-            self._asked[key],
+            self._exams[key],
             full=way_of(prepared, cell) == "merged",
             base_model=prepared.recipe.base_model,
             hashes={name: described[name]["sha256"] for name in prepared.adapters},
@@ -175,11 +175,12 @@ class SplitJudge:
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:
         """See `Judge`. The documents of tasks in transformers are evaluated while vLLM waits."""
-        pairs = [(self._part(one, True), self._part(one, False)) for one in assignments]
-        generated = self._engine.judged([one for one, _ in pairs if one is not None], on_progress)
-        compared = self._local.judged([one for _, one in pairs if one is not None], on_progress)
+        generate = [self._part(assignment, generates=True) for assignment in assignments]
+        compare = [self._part(assignment, generates=False) for assignment in assignments]
+        generated = self._engine.judged([part for part in generate if part is not None], on_progress)
+        compared = self._local.judged([part for part in compare if part is not None], on_progress)
 
-        for assignment, (generating, comparing) in zip(assignments, pairs, strict=True):
+        for assignment, generating, comparing in zip(assignments, generate, compare, strict=True):
             parts = []
             if generating:
                 parts.append(next(generated))
@@ -187,7 +188,7 @@ class SplitJudge:
                 parts.append(next(compared))
             yield _joined(assignment.cell, parts)
 
-    def _part(self, assignment: Assignment, generates: bool) -> Assignment | None:
+    def _part(self, assignment: Assignment, *, generates: bool) -> Assignment | None:
         """An assignment with one kind of tasks; None without any."""
         cell, documents = assignment.cell, assignment.documents
         tasks = tuple(task for task in cell.tasks if (task in self._generating) is generates)
