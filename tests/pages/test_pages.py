@@ -7,8 +7,11 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from adapterswap.core import open_adapter
 
 from .blocks import ROOT, Reader, Step, changed, check_shown, steps_of
 from .worlds import SETUPS, make_world, names_for
@@ -66,6 +69,7 @@ NOT_RUN: list[tuple[str, str, str]] = [
         r"^python benchmarks",
         "trains for an hour: tests/experiments/lab/test_methods_lab.py trains a little",
     ),
+    ("README.md", r"smollm2/experts", "in a checkout, not beside another `base`: test_the_readme_runs_in_a_checkout"),
     ("docs/adapters.md", r"^allocation:\n", "a fragment: tests/core/planning has encoder-decoders"),
     (
         "docs/adapters.md",
@@ -199,6 +203,17 @@ def test_a_page_runs_unchanged(page: str) -> None:
         if excuse(step) is not None:
             continue
         follow(reader, changed(step, CHANGED)[0])
+
+
+def test_the_readme_runs_in_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python code composes the experts that a clone has, without any model."""
+    (step,) = (step for step in steps_of("README.md") if step.language == "python")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    Reader(names).follow(step)
+    assert names["plan"].strip.splitlines()[2].split()[1] == 8 * "f" + 22 * "m"
+    assert open_adapter("math-french").modules
 
 
 def follow(reader: Reader, step: Step) -> None:
