@@ -67,7 +67,7 @@ def ask_command(
         prompts: Instead of PROMPT: a file with a prompt on each line, or with JSON lines that have `prompt` or
             `messages`; - reads them from the standard input. Prints a JSON line for each.
         chat: Instead of PROMPT: a conversation. /restart forgets it, /quit leaves.
-        only: Who answers: base, names of experts, composition.  [default: all]
+        only: Who answers: base, experts by name, composition (of PATH the folder's name).  [default: all]
         max_new_tokens: Maximum length of an answer, in tokens.
         temperature: Draw answers instead of taking the most likely tokens.
         top_p: With --temperature: draw from the most likely tokens that make up this share.

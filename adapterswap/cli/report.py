@@ -231,9 +231,7 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
         columns[place] = []
 
     heads, *rows = zip(*filter(None, columns), strict=True)
-    documents = f"{target.report} documents"
-    if target.groups is not None:
-        documents += f" of {target.groups} {target.group}"
+    documents = f"{target.report} documents{target.of_groups}"
     return table(*heads, rows=rows, title=f"{report.labels.task(target.task)}, {documents}"), left_out
 
 

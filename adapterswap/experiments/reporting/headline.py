@@ -167,6 +167,14 @@ class Target:
     groups: int | None = None
 
     @property
+    def of_groups(self) -> str:
+        """What follows the number of reported documents: ` of 12 templates`; empty without groups."""
+        if self.group is None:
+            return ""
+        name = self.group.removesuffix("s") if self.groups == 1 else self.group
+        return f" of {self.groups} {name}"
+
+    @property
     def untested(self) -> list[str]:
         """Why differences have no interval, in sentences without a full stop."""
         if self.of_corpus:

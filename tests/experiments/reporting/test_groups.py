@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,13 @@ def test_intervals_are_over_the_groups_of_documents(tmp_path: Path) -> None:
     captions = [figure.caption for figure in plan_figures(report)[0] if figure.kind in ("scores", "differences")]
     assert ["intervals over templates" in caption for caption in captions] == [True, True]
     assert str(_table(report, report.targets[0], 140)[0].title).endswith("60 documents of 12 templates")
+
+
+def test_one_group_is_counted_as_one(tmp_path: Path) -> None:
+    requested = recipe(**ONE_PAIR, compositions=[{"bottom": 5}], retention=[])
+    report = reported(craft(tmp_path / "run", requested, documents=60, values=values, groups=["t00"] * 60))
+    assert re.search(r"a mean over 60 documents of 1 template\b", render_page(report))
+    assert str(_table(report, report.targets[0], 140)[0].title).endswith("60 documents of 1 template")
 
 
 def test_settings_of_one_pair_are_the_groups(tmp_path: Path) -> None:
