@@ -118,12 +118,16 @@ def check_one_list(expert: str, names: Iterable[str], *, shared: bool = False) -
             "Choose a composition without layers, such as a soup. Layers need a model with one list of them, with one "
             "under `language_model`, or with an encoder and a decoder that use the same name for theirs",
         )
-    blocks = next((list_name for name in names if (list_name := ModuleName(name).shared_list)), None)
-    if blocks is not None and not lists and not shared:
-        raise UnsupportedError(
-            f"{expert} adapts blocks that several layers share ({blocks}), so no layer has weights of its own",
-            "Choose a composition without layers, such as a soup",
-        )
+    if lists or shared:
+        return
+
+    for name in names:
+        blocks = ModuleName(name).shared_list
+        if blocks is not None:
+            raise UnsupportedError(
+                f"{expert} adapts blocks that several layers share ({blocks}), so no layer has weights of its own",
+                "Choose a composition without layers, such as a soup",
+            )
 
 
 def _lists_of_layers(names: Iterable[str]) -> list[str]:
@@ -217,7 +221,9 @@ class ModuleName(str):
                 within = set(segments[place + 1 :])
                 if within & _IN_ATTENTION:
                     return "attention"
-                return "mlp" if within & _IN_MLP else "other"
+                if within & _IN_MLP:
+                    return "mlp"
+                return "other"
         return "other"
 
     def ends(self) -> Iterator[str]:
@@ -229,9 +235,9 @@ class ModuleName(str):
 
     def is_ahead(self, layer: int | None, num_layers: NumLayers | None) -> bool:
         """Whether it predicts further tokens, by its name or because its layer follows the last one."""
-        return _AHEAD.search(self) is not None or (
-            layer is not None and isinstance(num_layers, int) and layer >= num_layers
-        )
+        if _AHEAD.search(self) is not None:
+            return True
+        return layer is not None and isinstance(num_layers, int) and layer >= num_layers
 
     @property
     def is_embedding(self) -> bool:
@@ -424,7 +430,9 @@ class Depth(NamedTuple):
 
     def stack_of(self, module: str) -> Stack | None:
         """The stack of a module; None for a model with one list of layers."""
-        return None if isinstance(self.num_layers, int) else ModuleName(module).stack
+        if isinstance(self.num_layers, int):
+            return None
+        return ModuleName(module).stack
 
     def by_stack(self, modules: Iterable[str]) -> dict[Stack | None, list[str]]:
         """The modules of each stack; all under None for a model with one list of layers."""
@@ -475,6 +483,7 @@ def parse_layers(text: str) -> frozenset[int]:
         return frozenset()
     if len(text) > MAX_LAYERS:
         raise ValueError(f"a list of layers is {len(text)} characters long; write ranges, such as 0-4,30-31")
+
     layers: set[int] = set()
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
@@ -495,7 +504,11 @@ def format_layers(layers: Iterable[int]) -> str:
             ranges[-1][1] = layer
         else:
             ranges.append([layer, layer])
-    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges) or NO_LAYER
+
+    texts = []
+    for first, last in ranges:
+        texts.append(f"{first}-{last}" if first < last else str(first))
+    return ",".join(texts) or NO_LAYER
 
 
 class KeptLayers(NamedTuple):
@@ -506,11 +519,12 @@ class KeptLayers(NamedTuple):
     @classmethod
     def of(cls, layers: str | Mapping[Stack, str], stack: str | None = None) -> KeptLayers:
         """Parse `0-4,30-31`, of any stack or of one, or such a text for each stack."""
+        stated: list[tuple[Any, str]] = [*layers.items()] if isinstance(layers, Mapping) else [(stack, layers)]
         by_stack: dict[Stack | None, frozenset[int]] = {}
-        for key, text in layers.items() if isinstance(layers, Mapping) else [(stack, layers)]:
+        for key, text in stated:
             if key not in (None, *STACKS):
                 raise ValueError(f"{key!r} is not one of {', '.join(STACKS)}")
-            by_stack[next((name for name in STACKS if name == key), None)] = parse_layers(text)
+            by_stack[key] = parse_layers(text)
         return cls(by_stack)
 
     def has(self, stack: Stack | None, layer: int) -> bool:
@@ -518,6 +532,8 @@ class KeptLayers(NamedTuple):
         return any(layer in layers for key, layers in self.by_stack.items() if key in (None, stack))
 
     def __str__(self) -> str:
-        return " and ".join(
-            f"{f'{stack} ' if stack else ''}layers {format_layers(layers)}" for stack, layers in self.by_stack.items()
-        )
+        parts = []
+        for stack, layers in self.by_stack.items():
+            where = f"{stack} layers" if stack else "layers"
+            parts.append(f"{where} {format_layers(layers)}")
+        return " and ".join(parts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 from adapterswap.core.model.base import Base
 from adapterswap.core.model.layers import ModuleName, layer_container
@@ -16,6 +16,10 @@ from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import Tensor
 
 _PLAIN = frozenset({"weight", "bias"})  # the tensors of a layer that is not quantized
+
+
+def _under(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}"
 
 
 class StoredModules:
@@ -36,14 +40,20 @@ class StoredModules:
         inside = self._from(f"{name}.")
         if inside and name not in self._tensors:
             return {key.removeprefix(f"{name}."): self._tensors[key] for key in inside}
-        keys = [key for key in self._from(name) if key == name or key.startswith(f"{name}_")]
-        return {key.removeprefix(name): self._tensors[key] for key in keys if not key.endswith("_bias")}
+
+        tensors = {}
+        for key in self._from(name):
+            belongs = key == name or key.startswith(f"{name}_")
+            if belongs and not key.endswith("_bias"):
+                tensors[key.removeprefix(name)] = self._tensors[key]
+        return tensors
 
     def is_plain(self, name: str) -> bool:
         """Whether a parameter, a module or each module in it is stored as floating-point weights and nothing else."""
         tensors = self.of(name)
-        alone = all(end.rpartition(".")[2] in _PLAIN for end in tensors) or name in self._tensors
-        return alone and all(tensor.dtype in Dtype.FLOATS for tensor in tensors.values())
+        if name not in self._tensors and not all(end.rpartition(".")[2] in _PLAIN for end in tensors):
+            return False
+        return all(tensor.dtype in Dtype.FLOATS for tensor in tensors.values())
 
     def naming(self, names: Iterable[str], container: str | None) -> Callable[[str], str]:
         """How an expert's names become stored names: the first way that explains all of them, else most of them.
@@ -52,11 +62,13 @@ class StoredModules:
             names: the expert's modules.
             container: its list of layers.
         """
-        layered = [name for name in names if ModuleName(name).layer(container) is not None] or list(names)
+        # The same name, one without its first part, one with a first part, and one in another list of layers
         ways: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
-        ways += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in self._prefixes]  # type: ignore[misc]
+        ways += [partial(_under, prefix) for prefix in self._prefixes]
         if container is not None and self._container is not None:
             ways.append(lambda name: Base.exchange(name, container, self._container) or name)
+
+        layered = [name for name in names if ModuleName(name).layer(container) is not None] or list(names)
         best, most = ways[0], -1
         for way in ways:
             count = sum(way(name) in self for name in layered)
@@ -64,7 +76,12 @@ class StoredModules:
                 best, most = way, count
             if count == len(layered):
                 break
-        return lambda name: next((known for known in (best(name), name) if known in self), name)
+
+        def stored_name(name: str) -> str:
+            stored = best(name)
+            return stored if stored in self else name
+
+        return stored_name
 
     @cached_property
     def _container(self) -> str | None:
@@ -79,7 +96,9 @@ class StoredModules:
     def _next(self, start: str) -> str:
         """The first name that is `start` or follows it."""
         place = bisect_left(self._keys, start)
-        return self._keys[place] if place < len(self._keys) else ""
+        if place == len(self._keys):
+            return ""
+        return self._keys[place]
 
     def _from(self, start: str) -> list[str]:
         """The names that begin with `start`."""

@@ -69,6 +69,8 @@ class RowSwitches:
         shares = {name: self._shares(name, layer, inventory) for name, layer in inventory.layers.items()}
         _check(inventory, shares, self.switches)
         apply_switch(Switch(in_full=self._in_full(inventory)), inventory)
+
+        # A part that sees images or audio has as many rows as there are of those.
         for name in inventory.layers:
             if shares[name]:
                 count = None if name in inventory.other_parts else len(self.switches)
@@ -92,14 +94,17 @@ class RowSwitches:
 
     def _in_full(self, inventory: Inventory) -> Mapping[str, Mapping[str, float]]:
         """The modules trained in full, which must be the same for all rows."""
+        if not self.switches:
+            return {}
+        first, *others = self.switches
         for name in inventory.in_full:
-            if any(switch.in_full.get(name) != self.switches[0].in_full.get(name) for switch in self.switches):
+            if any(switch.in_full.get(name) != first.in_full.get(name) for switch in others):
                 raise UnsupportedError(
                     f"{name} is trained in full (modules_to_save), and the rows would need different weights for it",
                     "Use one composition for the whole batch",
                     parameter="compositions",
                 )
-        return self.switches[0].in_full if self.switches else {}
+        return first.in_full
 
     def _shares(self, name: str, layer: Any, inventory: Inventory) -> list[_Share]:
         """What each expert adds to a layer, for the rows that use it."""
@@ -188,21 +193,27 @@ def _share(layer: Any, expert: str, scale: float, coefficients: Mapping[int, flo
 
     tensors = factors(layer, expert)
     assert tensors is not None  # the switch was made from the loaded adapters
-    embed_scale = getattr(layer.get_base_layer(), "embed_scale", None) if tensors.embedding else None
-    if embed_scale is not None:  # Gemma's embeddings are multiplied by a constant, and so is what LoRA adds to them
-        scale *= float(embed_scale)
+
+    # Gemma's embeddings are multiplied by a constant, and so is what LoRA adds to them.
+    if tensors.embedding:
+        embed_scale = getattr(layer.get_base_layer(), "embed_scale", None)
+        if embed_scale is not None:
+            scale *= float(embed_scale)
+
     rows = sorted(coefficients)
     index: slice | torch.Tensor | None = None
     if len(rows) < count:
-        consecutive = rows[-1] - rows[0] == len(rows) - 1
-        index = slice(rows[0], rows[-1] + 1) if consecutive else torch.tensor(rows, device=tensors.b.device)
+        index = slice(rows[0], rows[-1] + 1)
+        if len(rows) < index.stop - index.start:  # not one after the other
+            index = torch.tensor(rows, device=tensors.b.device)
+
     values = [coefficients[row] * scale for row in rows]
     factor: float | torch.Tensor = values[0]
     if len(set(values)) > 1:
         factor = torch.tensor(values, device=tensors.b.device, dtype=tensors.b.dtype).reshape(-1, 1, 1)
-    return _Share(
-        tensors.a, tensors.b, tensors.embedding, index, factor, other_tensors(layer, expert).get("lora_B.bias")
-    )
+
+    bias = other_tensors(layer, expert).get("lora_B.bias")
+    return _Share(tensors.a, tensors.b, tensors.embedding, index, factor, bias)
 
 
 def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switches: Sequence[Switch]) -> None:
@@ -214,11 +225,13 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
     model_type = inventory.model.get_base_model().config.model_type
     if ModelConfig({"model_type": model_type}).architecture.rows_second:
         problems.add(f"A layer of {model_type} sees positions first, and rows second", remedy)
+
     for name, layer in inventory.layers.items():
         if not shares[name]:
             continue
         if layer.merged:
             problems.add("Adapters are merged into the model's weights", "Call unmerge_adapter() first")
+
         experts: set[str] = set()
         for switch in switches:
             experts.update(switch.terms.get(name, ()))
@@ -232,6 +245,7 @@ def _check(inventory: Inventory, shares: Mapping[str, Sequence[_Share]], switche
             problems.add(f"{name} is an embedding with max_norm, which rescales what LoRA adds", remedy)
         if any(share.a.is_meta or share.b.is_meta for share in shares[name]):
             problems.add(f"The adapters at {name} are offloaded", "Load the model without offloading")
+
         if problems:  # one such layer is enough
             break
     problems.raise_if_any()
@@ -249,20 +263,20 @@ class _Adder:
 
     def __call__(self, layer: Any, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         import torch
-        from torch.nn.functional import embedding, linear
 
         if layer.disable_adapters:
             return None
-        x, dtype = args[0], output.dtype
-        # Like PEFT, sum in the adapters' precision if it is higher.
-        result = output.to(torch.promote_types(dtype, self.shares[0].b.dtype)).contiguous()
-        shape = result.shape
-
         if self.count is None and self.rows_differ:
             raise UnsupportedError(
                 f"{self.name} sees images or audio instead of rows, and the rows would need different experts in it",
                 "Use one composition for the whole batch, or compositions with the same experts there (`outside`)",
             )
+
+        # Like PEFT, sum in the adapters' precision if it is higher.
+        x, dtype = args[0], output.dtype
+        result = output.to(torch.promote_types(dtype, self.shares[0].b.dtype)).contiguous()
+        shape = result.shape
+
         # Some models flatten rows and positions before their feed-forward layers.
         if self.count is not None and len(result) != self.count:
             if len(result) % self.count or result.dim() != 2:
@@ -270,29 +284,42 @@ class _Adder:
                     f"{self.name} receives {len(result)} rows, and the batch has {self.count}",
                     "Use one composition for the whole batch",
                 )
-            result, x = result.view(self.count, -1, shape[-1]), x.reshape(self.count, -1, x.shape[-1])
+            result = result.view(self.count, -1, shape[-1])
+            x = x.reshape(self.count, -1, x.shape[-1])
 
         for share in self.shares:
-            part = x if share.rows is None else x[share.rows]
-            low = embedding(part, share.a.T) if share.embedding else linear(part.to(share.a.dtype), share.a)
-            alpha = 1.0
-            if isinstance(share.factor, float):
-                alpha = share.factor
-            else:
-                low = low * (share.factor if low.dim() == 3 else share.factor[:, 0])
-            if share.rows is None or isinstance(share.rows, slice):
-                target = result if share.rows is None else result[share.rows]
-                target.view(-1, shape[-1]).addmm_(
-                    low.reshape(-1, low.shape[-1]).to(result.dtype), share.b.T, alpha=alpha
-                )
-            else:
-                result.index_add_(0, share.rows, linear(low, share.b).to(result.dtype), alpha=alpha)
-            if share.bias is not None:
-                factor = (
-                    share.factor[:, 0] if isinstance(share.factor, torch.Tensor) and low.dim() == 2 else share.factor
-                )
-                result[... if share.rows is None else share.rows] += (factor * share.bias).to(result.dtype)
+            _add(share, x, result)
         return result.view(shape).to(dtype)
+
+
+def _add(share: _Share, x: torch.Tensor, result: torch.Tensor) -> None:
+    """Add c·s·(B·A·x + bias) to those rows of a layer's output that use the expert."""
+    from torch.nn.functional import embedding, linear
+
+    # A·x
+    part = x if share.rows is None else x[share.rows]
+    low = embedding(part, share.a.T) if share.embedding else linear(part.to(share.a.dtype), share.a)
+
+    # One factor for all rows goes into the product with B; factors that differ are for the first axis.
+    factor = share.factor
+    alpha = 1.0
+    if isinstance(factor, float):
+        alpha = factor
+    else:
+        factor = factor.reshape(-1, *(1,) * (low.dim() - 1))
+        low = low * factor
+
+    # B·(A·x). Rows that are not consecutive have no view into which the product could be written.
+    if share.rows is None or isinstance(share.rows, slice):
+        target = result if share.rows is None else result[share.rows]
+        flat = low.reshape(-1, low.shape[-1]).to(result.dtype)
+        target.view(-1, result.shape[-1]).addmm_(flat, share.b.T, alpha=alpha)
+    else:
+        result.index_add_(0, share.rows, linear(low, share.b).to(result.dtype), alpha=alpha)
+
+    if share.bias is not None:
+        rows = ... if share.rows is None else share.rows
+        result[rows] += (factor * share.bias).to(result.dtype)
 
 
 def pad_left(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,10 +332,10 @@ def pad_left(batch: Mapping[str, Any]) -> dict[str, Any]:
     mask = batch.get("attention_mask")
     if mask is None or bool(mask[:, -1].all()):
         return dict(batch)
+
     order = mask.bool().to(torch.uint8).argsort(dim=1, stable=True)
-
-    def moved(value: Any) -> Any:
-        reordered = isinstance(value, torch.Tensor) and value.shape == mask.shape
-        return value.gather(1, order) if reordered else value
-
-    return {key: moved(value) for key, value in batch.items()}
+    moved = dict(batch)
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.shape == mask.shape:
+            moved[key] = value.gather(1, order)
+    return moved

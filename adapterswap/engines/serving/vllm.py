@@ -97,6 +97,8 @@ class Launch:
                 "Leave it out, or put several servers behind a load balancer",
                 parameter="vllm_args",
             )
+
+        # The base, under a name that no expert has
         model, revision = _model(composer.base_model)
         served_name = value_of("--served-model-name", vllm_args) or model
         if served_name in composer.manifest.experts:
@@ -105,9 +107,14 @@ class Launch:
                 "Choose another --served-model-name for the base",
                 parameter="vllm_args",
             )
-        allowed = composer.manifest.allow
+
+        # What is chosen here comes before the user's own arguments, which override it.
         rank = _whole_number("--max-lora-rank", vllm_args) or choose_rank(composer, experts)
-        loras = _whole_number("--max-loras", vllm_args) or min(_MAX_LORAS, len(allowed or range(_MAX_LORAS)))
+        loras = _whole_number("--max-loras", vllm_args)
+        if loras is None:
+            loras = _MAX_LORAS
+            if composer.manifest.allow:
+                loras = min(_MAX_LORAS, len(composer.manifest.allow))
         arguments = {
             "--max-lora-rank": rank,
             "--max-loras": loras,
@@ -124,10 +131,11 @@ class Launch:
             chosen += (name, str(value))
         chosen.append("--disable-uvicorn-access-log")  # `metrics` writes a line for each request
         command = (*_program(model), *revision, "--enable-lora", *chosen, *vllm_args)
-        host, port = value_of("--host", vllm_args) or "127.0.0.1", value_of("--port", vllm_args) or "8000"
-        return Launch(
-            command, _environment(composer, experts_path, rank), rank, loras, f"http://{host}:{port}", served_name
-        )
+
+        host = value_of("--host", vllm_args) or "127.0.0.1"
+        port = value_of("--port", vllm_args) or "8000"
+        environment = _environment(composer, experts_path, rank)
+        return Launch(command, environment, rank, loras, f"http://{host}:{port}", served_name)
 
 
 def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:

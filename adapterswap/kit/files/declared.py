@@ -80,6 +80,8 @@ class Declared:
             value = own.get(name, Field())
             fields[name] = value if isinstance(value, Field) else Field(value)
         cls.model_fields = {**cls.model_fields, **fields}
+
+        # An object has its own value of every field, and what has none shall raise an AttributeError.
         for name in fields:
             if name in own:
                 delattr(cls, name)
@@ -122,7 +124,8 @@ class Declared:
     def _explained(cls, content: Any, where: str, file: RecipeFile | None = None, *, called: bool = False) -> Self:
         source = IN_PYTHON
         if where and not called:
-            source = Source(Path(where).parent, file.layers[-1].content if file else None)
+            overridden = file.layers[-1].content if file else None
+            source = Source(Path(where).parent, overridden)
         try:
             return cls.read_part(content, source)
         except Mistakes as error:
@@ -145,6 +148,7 @@ class Declared:
         if not isinstance(content, Mapping):
             must_be(written, "a mapping")
 
+        # The fields, each under one of its keys
         form = cls._form()
         values: dict[str, Any] = {}
         unknown: dict[Any, Any] = {}
@@ -164,6 +168,8 @@ class Declared:
                 values[name] = form.reads[name](value, source)
             except Mistakes as error:
                 mistakes += error.at(key)
+
+        # Those that are missing, and keys that are no field's
         for name in form.required:
             if name not in seen:
                 mistakes.append(Mistake.of_missing_key(name))
@@ -171,6 +177,7 @@ class Declared:
         if mistakes:
             raise Mistakes(*sorted(mistakes, key=form.place_of))
 
+        # The whole, of which each field is right
         made = cls._of(values)
         try:
             made.check()
@@ -283,15 +290,16 @@ class Declared:
         content: dict[str, Any] = {}
         flags = {"exclude_unset": exclude_unset, "exclude_defaults": exclude_defaults, "exclude_none": exclude_none}
         for name, value in self.__dict__.items():
-            declared = self.model_fields.get(name)
-            if (
-                name[0] == "_"
-                or not (include is None or name in include)
-                or (exclude_unset and name not in self._set)
-                or (exclude_none and value is None)
-                or (exclude_defaults and declared is not None and value == declared.default)
-            ):
+            if name[0] == "_" or (include is not None and name not in include):
                 continue
+            if exclude_unset and name not in self._set:
+                continue
+            if exclude_none and value is None:
+                continue
+            declared = self.model_fields.get(name)
+            if exclude_defaults and declared is not None and value == declared.default:
+                continue
+
             plain = value if type(value) in _SCALARS else _data(value, mode, flags)
             content |= self._dumped(name, plain, without_defaults=exclude_defaults)
         return content
@@ -366,7 +374,9 @@ def _data(value: Any, mode: Literal["python", "json"], flags: Mapping[str, Any])
         return {key: item if type(item) in _SCALARS else _data(item, mode, flags) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [item if type(item) in _SCALARS else _data(item, mode, flags) for item in value]
-        return items if mode == "json" or isinstance(value, list) else tuple(items)
+        if mode == "json" or isinstance(value, list):
+            return items
+        return tuple(items)
     return value
 
 

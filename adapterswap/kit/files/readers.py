@@ -76,8 +76,10 @@ class Source:
         """
         nested: Any = self.overridden
         for step in location:
-            nested = nested.get(step, {}) if isinstance(nested, dict) else None
-        if nested is None:  # not from a file, or replaced as a whole
+            if not isinstance(nested, dict):  # not from a file, or replaced as a whole
+                return {}
+            nested = nested.get(step, {})
+        if nested is None:
             return {}
         return {key: item for key, item in value.items() if key not in nested}
 
@@ -119,19 +121,22 @@ class Field:
     @property
     def bounds(self) -> list[tuple[Callable[[Any], bool], str]]:
         """The conditions that a value must meet, each with the rule in words."""
-        conditions: list[tuple[Callable[[Any], bool], str]] = []
-        for compare, bound, rule in (
+        numbers = (
             (operator.le, self.le, "at most {:g}"),
             (operator.lt, self.lt, "less than {:g}"),
             (operator.ge, self.ge, "{:g} or more"),
             (operator.gt, self.gt, "more than {:g}"),
-        ):
-            if bound is not None:
-                conditions.append((partial(_compares, compare, bound), rule.format(bound)))
-        for compare, length, rule in (
+        )
+        lengths = (
             (operator.ge, self.min_length, "{} or longer"),
             (operator.le, self.max_length, "at most {} long"),
-        ):
+        )
+
+        conditions: list[tuple[Callable[[Any], bool], str]] = []
+        for compare, bound, rule in numbers:
+            if bound is not None:
+                conditions.append((partial(_compares, compare, bound), rule.format(bound)))
+        for compare, length, rule in lengths:
             if length is not None:
                 conditions.append((partial(_has_length, compare, length), rule.format(length)))
         return conditions
@@ -192,11 +197,14 @@ class Mistake:
         parameter = path or None
         if self.parameter is not None:
             parameter = f"{path}.{self.parameter}" if path else self.parameter
+
+        # About the key, or about the whole
         if self.predicate:
             return Problem(f"{key} {self.predicate}", self.remedy, parameter)
         if self.reason and not path:
             return Problem(self.reason, self.remedy, parameter)
 
+        # About the value
         value = f"{self.value:g}" if isinstance(self.value, float) else shown(self.value)
         if self.reason:
             said = self.reason[:1].lower() + self.reason[1:]
@@ -287,6 +295,7 @@ def _whole(value: Any, source: Source) -> int:
         if _WHOLE.fullmatch(digits) and len(digits) < 4300:  # Python reads no longer ones
             return int(digits.partition(".")[0])
         must_be(value, "a whole number")
+
     is_number = isinstance(value, Real) and not isinstance(value, bool)  # NumPy's numbers are `Real` too
     if is_number and abs(value) < _LARGEST and value == int(value):  # NaN is not less either
         return int(value)
@@ -349,8 +358,9 @@ _STRICT: dict[Any, Read] = {kind: _exactly((kind,), rule) for kind, rule in _RUL
 
 
 def _choice(choices: tuple[Any, ...]) -> Reader:
-    *others, last = map(repr, choices)
-    rule = f"{', '.join(others)} or {last}" if others else last
+    *others, rule = map(repr, choices)
+    if others:
+        rule = f"{', '.join(others)} or {rule}"
     by_value = {choice: choice for choice in choices}
 
     def read(value: Any, source: Source) -> Any:
@@ -367,6 +377,7 @@ def _list(make: Callable[[Iterable[Any]], Any], item: Reader, *, strict: bool) -
     def read(value: Any, source: Source) -> Any:
         if not _is_list(value) or (strict and type(value) is not make):
             must_be(value, rule)
+
         items: list[Any] = []
         mistakes: list[Mistake] = []
         for position, one in enumerate(value):
@@ -393,6 +404,7 @@ def _row(members: list[Reader]) -> Reader:
         items = [*value] if _is_list(value) else []
         if len(items) != len(members):
             must_be(value, rule)
+
         mistakes: list[Mistake] = []
         for position, (member, one) in enumerate(zip(members, items, strict=True)):
             try:
@@ -412,6 +424,7 @@ def _mapping(key: Reader, item: Reader, *, strict: bool) -> Reader:
     def read(value: Any, source: Source) -> dict[Any, Any]:
         if not isinstance(value, Mapping) or (strict and type(value) is not dict):
             must_be(value, rule)
+
         items: dict[Any, Any] = {}
         mistakes: list[Mistake] = []
         for name, one in value.items():
@@ -433,19 +446,22 @@ def _mapping(key: Reader, item: Reader, *, strict: bool) -> Reader:
 
 def _union(members: list[Reader]) -> Reader:
     """The first member that takes the value as it is; else the one whose values are written in this form."""
-    rules = dict.fromkeys(member.rule for member in members if member.form != "null")
-    if "a number" in rules:
-        rules.pop("a whole number", None)
-    rule = " or ".join(rules)
-    optional = any(member.form == "null" for member in members)
     others = [member for member in members if member.form != "null"]
+    optional = len(others) < len(members)
     if len(others) == 1:
         (only,) = others
 
         def read_optional(value: Any, source: Source) -> Any:
-            return None if value is None and optional else only.read(value, source)
+            if value is None and optional:
+                return None
+            return only.read(value, source)
 
         return only._replace(read=read_optional)
+
+    rules = dict.fromkeys(member.rule for member in others)
+    if "a number" in rules:
+        rules.pop("a whole number", None)
+    rule = " or ".join(rules)
 
     def read(value: Any, source: Source) -> Any:
         if value is None and optional:
@@ -454,7 +470,12 @@ def _union(members: list[Reader]) -> Reader:
             if type(value) in member.exact:
                 return member.read(value, source)
 
-        form = "mapping" if isinstance(value, Mapping) else "list" if _is_list(value) else "value"
+        form = "value"
+        if isinstance(value, Mapping):
+            form = "mapping"
+        elif _is_list(value):
+            form = "list"
+
         fitting = [member for member in others if member.form in (form, "any")]
         mistakes: list[Mistakes] = []
         for member in fitting:
@@ -470,7 +491,10 @@ def _union(members: list[Reader]) -> Reader:
             raise min(mistakes, key=_unknown_keys)
         must_be(value, rule)
 
-    return Reader(read, rule, "any", tuple(kind for member in others for kind in member.exact))
+    exact: list[type] = []
+    for member in others:
+        exact += member.exact
+    return Reader(read, rule, "any", tuple(exact))
 
 
 def _unknown_keys(error: Mistakes) -> int:
@@ -498,16 +522,21 @@ def reader_of(kind: Any, *, strict: bool = False, finite: bool = False) -> Reade
             if isinstance(mark, Field):
                 reader = reader._replace(read=with_field(reader.read, mark))
         return reader
+
+    # A single value
     if kind is Any:
         return Reader(_anything, "anything", "any")
     if kind is NoneType or kind is None:
         return Reader(_nothing, "null", "null")
     if kind in _RULES:
         read = _STRICT[kind] if strict else _LAX[kind]
-        read = _finite(read) if finite and kind is float else read
+        if finite and kind is float:
+            read = _finite(read)
         return Reader(read, _RULES[kind], "value", (kind,))
     if origin is Literal:
         return _choice(parts)
+
+    # Several, or one of several types
     if origin in (Union, UnionType):
         return _union([inner(part) for part in parts])
     if origin is tuple and parts[-1] is not Ellipsis:
@@ -516,6 +545,8 @@ def reader_of(kind: Any, *, strict: bool = False, finite: bool = False) -> Reade
         return _list(origin, inner(parts[0]), strict=strict)
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(inner(parts[0]), inner(parts[1]), strict=strict)
+
+    # Fields with names
     if hasattr(kind, "read_part"):  # of `Declared`
         return Reader(kind.read_part, "a mapping", "mapping", (kind,))
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
@@ -537,10 +568,13 @@ def with_field(read: Read, mark: Field) -> Read:
             if mark.sited:
                 value = mark.sited(value, source)
             value = read(value, source)
-            for holds, rule in bounds if value is not None else ():
-                if not holds(value):
-                    must_be(written, rule)
-            return mark.after(value) if mark.after else value
+            if value is not None:
+                for holds, rule in bounds:
+                    if not holds(value):
+                        must_be(written, rule)
+            if mark.after:
+                value = mark.after(value)
+            return value
         except ValueError as error:
             raise Mistakes(Mistake.of(error, written)) from None
 
@@ -555,6 +589,7 @@ def _dataclass_reader(kind: Any) -> Read:
             return value
         if not isinstance(value, Mapping):
             must_be(value, "a mapping")
+
         readers = _readers_of(kind)
         values: dict[str, Any] = {}
         mistakes: list[Mistake] = []
@@ -630,14 +665,18 @@ def explained(
     for mistake in mistakes:
         location = _as_written(mistake.location, content)
         problem = mistake.problem(location)
+
         # A missing key is a mistake of the file that wrote the mapping around it.
         setting = location[:-1] if mistake.predicate == _MISSING else location
         place = str((file and file.source_of(setting)) or where)
         if file and file.is_overridden(setting):
             place = "`overrides`"  # --set on the command line
+
         message = problem.message
+        if place and not called:
+            message = _PARAMETER.sub(_as_key, message)
         if place:
-            message = f"{place}: {message if called else _PARAMETER.sub(_as_key, message)}"
+            message = f"{place}: {message}"
         problems.add(message, problem.remedy, parameter=problem.parameter)
     return problems.as_error(FieldError)
 
@@ -663,4 +702,6 @@ def _as_key(match: re.Match[str]) -> str:
     """A parameter in a message about a file: `method=ties` is written method: ties there; `x=True` is advice."""
     if match["value"] is None:
         return match["name"]
-    return match[0] if match["value"] == "True" else f"{match['name']}: {match['value']}"
+    if match["value"] == "True":
+        return match[0]
+    return f"{match['name']}: {match['value']}"
