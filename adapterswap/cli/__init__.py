@@ -151,6 +151,7 @@ def _usage(error: click.UsageError) -> str:
     message = printable(error.format_message())
     if error.ctx is None:
         return message
+
     if isinstance(error, click.NoSuchOption):
         name, word = error.option_name, error.option_name.lstrip("-")
         flags: list[str] = []
@@ -160,6 +161,7 @@ def _usage(error: click.UsageError) -> str:
         message = f"No such option {name!r}.{_did_you_mean(near)}"
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
+
     if "Did you mean" in message:
         return message
     return f"{message.rstrip('.')}. See `{error.ctx.command_path} -h`."

@@ -273,10 +273,12 @@ def _print_suggestion(suggestion: Suggestion, command: list[str]) -> None:
         task_share, language_share = importance.of_layer(layer)
         rows.append((layer, f"{task_share:.1%}", f"{language_share:.1%}"))
     print_rows("layer", "task", "language", rows=rows)
+
     for reason in suggestion.reasons:
         echo(reason)
     task, language = suggestion.kept
     echo(f"kept: {task:.0%} of the task expert's change in the layers, {language:.0%} of the language expert's")
+
     if suggestion.form == "zones":
         for name, count in suggestion.composition.items():
             command += words_of(name, count)

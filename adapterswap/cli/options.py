@@ -102,9 +102,12 @@ def _entries(typed: str, is_offered: Callable[[Path], bool]) -> list[str]:
         paths = sorted(Path(os.path.expanduser(head) or ".").iterdir())
     except OSError:
         return []
-    visible = [path for path in paths if path.name.startswith(tail) and (tail or not path.name.startswith("."))]
+
     completions = []
-    for path in visible:
+    for path in paths:
+        is_hidden = path.name.startswith(".") and not tail
+        if is_hidden or not path.name.startswith(tail):
+            continue
         if is_offered(path):
             completions.append(head + path.name)
         elif path.is_dir():

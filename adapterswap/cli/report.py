@@ -210,9 +210,11 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
               "papers' mean", *extra]]  # fmt: skip
     lines += [[*_cells(row), *(number_text(getattr(row, name)) for name in extra.values())] for row in target.rows]
     if reduced:
-        errors = [_error(row) for row in target.rows]
-        for line, cell in zip(lines, ["ΔW error", *errors], strict=True):
-            line.append(cell)
+        from adapterswap.core import error_text
+
+        lines[0].append("ΔW error")
+        for line, row in zip(lines[1:], target.rows, strict=True):
+            line.append("–" if row.relative_error is None else error_text(row.relative_error))
 
     columns = [list(column) for column in zip(*lines, strict=True)]
     for place in (2, 4):
@@ -266,12 +268,3 @@ def _signed(value: float) -> str:
     if float(text) == 0:
         return "0.000"
     return text
-
-
-def _error(row: MethodRow) -> str:
-    """The relative error of a row's compositions, or a dash."""
-    from adapterswap.core import error_text
-
-    if row.relative_error is None:
-        return "–"
-    return error_text(row.relative_error)

@@ -254,6 +254,8 @@ def write_lowered(
         error: the relative error of ΔW at which a smaller rank is enough; None for the full `rank`.
         dtype: of the new factors; by default the dtype of the adapter's own factors.
     """
+    from safetensors.torch import save_file
+
     dtype = dtype or next((module.dtype for module in adapter.modules.values()), "F32")
     tensors: dict[str, Any] = _own_tensors(adapter)
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
@@ -266,7 +268,7 @@ def write_lowered(
         for key, factor in zip(ModuleKeys(weight.name).factors(embedding=weight.embedding), factors, strict=True):
             tensors[key] = _torch(factor, dtype)
 
-    _write(tensors, out / WEIGHTS)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, out / WEIGHTS)
     content = adapter_config(
         shapes, (config.rank, config.alpha), rslora=config.rslora, base_model=config.base_model,
         revision=config.revision, task_type=config.task_type, fan_in_fan_out=config.fan_in_fan_out, tied=config.tied,
@@ -359,9 +361,3 @@ def _torch(values: npt.NDArray[np.float32], dtype: str) -> Any:
 
     names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     return torch.from_numpy(values).to(names[dtype])
-
-
-def _write(tensors: Mapping[str, Any], path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)

@@ -492,12 +492,16 @@ class _Reading:
     def _evaluated(self, setting: Any, tensor: str, t: float) -> float | None:
         if _is_number(setting):
             return float(setting)
+
+        # A gradient: numbers at equal distances, and between two of them their weighted mean
         if _is_number(setting[0]):
             place = t * (len(setting) - 1)
             before = int(place)
             after = min(len(setting) - 1, before + 1)
             share = place - before
             return float((1 - share) * setting[before] + share * setting[after])
+
+        # The first filter that is in the tensor's name
         for item in setting:
             text = item.get("filter")
             if text not in (None, "*"):

@@ -170,6 +170,7 @@ def check_writable(adapter: Adapter) -> None:
     if adapter.saved or adapter.opaque:
         name = next(iter({**adapter.saved, **adapter.opaque}))
         problems.add(f"{name} is not plain LoRA, which is all that mlx-lm loads", remedy, parameter="format")
+
     odd = []
     for name, module in adapter.modules.items():
         is_named_alike = name.startswith(_SAME_NAMES) or name == "lm_head"

@@ -489,8 +489,13 @@ def _reconciled(
     full: Side, base: Side, problems: Problems
 ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor], dict[str, StoredTensor], dict[str, str]]:
     """The stored tensors of two classes of model with one decoder, under the base's names."""
-    own, theirs = (dict(_by_name(side.checkpoint, side.own_name)) for side in (full, base))
-    ours, towers, labels = dict[str, StoredTensor](), dict[str, StoredTensor](), dict[str, str]()
+    own = dict(_by_name(full.checkpoint, full.own_name))
+    theirs = dict(_by_name(base.checkpoint, base.own_name))
+
+    # The fine-tune's tensors: those of the decoder that both have, and those of its towers
+    ours: dict[str, StoredTensor] = {}
+    towers: dict[str, StoredTensor] = {}
+    labels: dict[str, str] = {}
     for name, stored in sorted(own.items()):
         base_name = counterpart(name, full, base)
         if base_name in theirs:
@@ -502,6 +507,8 @@ def _reconciled(
             towers[name] = stored
         else:
             _check_buffer(name, stored, full, base, problems)
+
+    # What only the base has
     for name in sorted(theirs.keys() - ours.keys()):
         if not is_outside(name, base, full):
             _check_buffer(name, theirs[name], base, full, problems)

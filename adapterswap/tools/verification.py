@@ -272,6 +272,7 @@ def _verify_composed(
         if is_model:
             base_model = _base(record, base_model)
             _check_precision(folder, record, base_model)
+
         composition = _recorded_composition(folder, record, base_model)
         again = scratch / "again"
         try:
@@ -280,6 +281,7 @@ def _verify_composed(
             else:
                 _write_adapter(folder, record, composition, opened, again)
         except AdapterswapError as error:
+            # With other experts than the recorded ones, a composition may be refused.
             adapters = {name: source for name, source in record.experts.items() if WEIGHTS in source.sha256}
             changed, _ = _changed_files(adapters, source_paths, WEIGHTS)
             changed |= _changed_inner(record, source_paths)
@@ -287,6 +289,7 @@ def _verify_composed(
                 raise
             reason = error.problems[0].message
             return Verification(changed, notes=(f"Not composed again, because another expert was passed: {reason}",))
+
         verification = _compare(folder, content, record, opened, again, base_model)
         changed = {**verification.changed_sources, **_changed_inner(record, source_paths)}
         return replace(verification, changed_sources=changed)

@@ -553,7 +553,11 @@ def _stored_names(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> C
     prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})
     renamings: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
     renamings += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
-    renamed = next((renaming for renaming in renamings if _are_stored(layered, renaming, parameters)), renamings[0])
+    renamed = renamings[0]
+    for renaming in renamings:
+        if all(f"{renaming(name)}.weight" in parameters for name in layered):
+            renamed = renaming
+            break
 
     def stored_name(module: str, parameter: str) -> str | None:
         for name in (f"{renamed(module)}.{parameter}", f"{module}.{parameter}"):
@@ -562,7 +566,3 @@ def _stored_names(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> C
         return None
 
     return stored_name
-
-
-def _are_stored(modules: Sequence[str], renamed: Callable[[str], str], parameters: Container[str]) -> bool:
-    return all(f"{renamed(name)}.weight" in parameters for name in modules)

@@ -125,6 +125,7 @@ class Companions:
             "pooling": lambda: self._names(POOLING_FILES),
             "code": lambda: code_in(self.folder),
         }
+
         contents: dict[str, list[str]] = {}
         for kind, read in readers.items():
             try:
@@ -500,11 +501,13 @@ def _check_chosen(kind: Kind, name: str | None, folders: Mapping[str, Companions
     """Refuse the choice of somebody who takes no part, or has no companions of this kind; None chooses nobody."""
     if name is None:
         return
+
     parameter = _CHOICES[kind]
     if name not in folders:
+        known = dict.fromkeys((*folders, BASE_FOLDER))
         raise ArgumentError(
             f"`{parameter}` is {name!r}, which is not an expert here",
-            f"Choose from {', '.join(dict.fromkeys((*folders, BASE_FOLDER)))}",
+            f"Choose from {', '.join(known)}",
             parameter=parameter,
         )
     if not folders[name].has(kind):

@@ -175,14 +175,17 @@ class Adapter:
             shape = None
             if module.lora is not None:
                 shape = (module.lora.out_features, module.lora.in_features)
+
             canonical = base.find(module.name, self.container, shape)
             if canonical is None:
+                remedy = (
+                    "Pass the base that the experts adapt as `base_model`, or save the expert again with this version "
+                    "of transformers"
+                )
                 raise ExpertError(
                     f"{expert} adapts {module.name}, but {base_name} has no module of this shape under this or an "
                     "older name",
-                    module.misnamed
-                    or "Pass the base that the experts adapt as `base_model`, or save the expert again with this "
-                    "version of transformers",
+                    module.misnamed or remedy,
                     parameter="base_model",
                 )
             names[module.name] = canonical

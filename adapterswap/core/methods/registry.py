@@ -206,20 +206,23 @@ def _fault(parameter: object) -> str | None:
     """What is wrong with a parameter that a package declares; None if it is valid."""
     if not isinstance(parameter, Parameter):
         return f"{parameter!r}, which is not a Parameter"
+
     name = parameter.name
     if not _NAME.fullmatch(name) or not _NAME.fullmatch(parameter.called(in_rules=True)):
         return f"{name!r}; use lower-case letters, digits and _"
     if {name, parameter.called(in_rules=True)} & RESERVED:
         return f"{name!r}, a name that compositions use for something else"
+
+    # Parameters of one name are one option on the command line.
     namesake = PARAMETERS.get(name)
-    if namesake is not None and (namesake.kind, namesake.rule_name, namesake.shared) != (
-        parameter.kind,
-        parameter.rule_name,
-        parameter.shared,
-    ):
-        return (
-            f"{name!r}, which other methods declare with another type: import it from adapterswap.core.methods.method"
-        )
+    if namesake is not None:
+        known = (namesake.kind, namesake.rule_name, namesake.shared)
+        if (parameter.kind, parameter.rule_name, parameter.shared) != known:
+            return (
+                f"{name!r}, which other methods declare with another type: import it from "
+                "adapterswap.core.methods.method"
+            )
+
     if parameter.kind not in (float, int, bool, str) or bool(parameter.choices) != (parameter.kind is str):
         return f"{name!r} of {parameter.default!r}: give it a float, int or bool, or a str with its choices"
     return None

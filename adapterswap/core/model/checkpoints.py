@@ -72,7 +72,8 @@ def check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     if not isinstance(configured, int | None):
         _check_stacks(folder, configured, tensors, container, problems)
         configured = None
-    stored = _num_layers(tensors, container)
+    indices = [ModuleName(name).layer(container) for name in tensors]
+    stored = 1 + max(layer for layer in indices if layer is not None)
     most = (configured or 0) + ModelConfig(config).layers_ahead
     if configured is not None and not configured <= stored <= most:
         problems.add(
@@ -107,11 +108,6 @@ def _check_stacks(
         if stored not in (0, count):  # an encoder alone has no decoder
             message = f"{folder}: config.json says {count} {stack} layers, but the weights have {stored}"
             problems.add(message, _REMEDY)
-
-
-def _num_layers(tensors: Iterable[str], container: str) -> int:
-    layers = [ModuleName(name).layer(container) for name in tensors]
-    return 1 + max(layer for layer in layers if layer is not None)
 
 
 MODEL_INDEX = "model.safetensors.index.json"

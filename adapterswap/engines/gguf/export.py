@@ -33,7 +33,7 @@ from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.writing.outputs import Form
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
 from adapterswap.engines.gguf.architectures import load_gguf
-from adapterswap.engines.gguf.layout import DIVISIONS, Division, GgufTensor, Part, PreparedGguf, divide
+from adapterswap.engines.gguf.layout import DIVISIONS, Division, GgufTensor, PreparedGguf, divide
 from adapterswap.kit.errors import ArgumentError, UnsupportedError, check_type, did_you_mean
 from adapterswap.kit.files.folders import FileKind, OutputKind
 from adapterswap.kit.files.hashes import sha256_of
@@ -263,7 +263,12 @@ def write_gguf(
         whole = ExportedFile(out_path, None, None, layers, *_size(prepared.tensors, outtype))
         contents = [(whole, prepared.tensors)]
     else:
-        contents = [(_piece(out_path, part, outtype), part.tensors) for part in divide(prepared, pieces)]
+        contents = []
+        for part in divide(prepared, pieces):
+            layer = part.layers[0] if len(part.layers) == 1 else None
+            path = out_path / f"{part.name}.gguf"
+            piece = ExportedFile(path, layer, part.kind, part.layers, *_size(part.tensors, outtype))
+            contents.append((piece, part.tensors))
     named = prepared.plan.composition.base_model or prepared.plan.base.name
     exported = Exported(
         out_path,
@@ -285,14 +290,6 @@ def write_gguf(
         with GGUF.file(out_path, overwrite=overwrite, inputs=inputs) as building:
             _write_file(building, prepared, prepared.tensors, metadata, outtype, None)
     return exported
-
-
-def _piece(folder: Path, part: Part, outtype: str) -> ExportedFile:
-    """The file of a piece, with its size."""
-    layer = None
-    if len(part.layers) == 1:
-        layer = part.layers[0]
-    return ExportedFile(folder / f"{part.name}.gguf", layer, part.kind, part.layers, *_size(part.tensors, outtype))
 
 
 def _size(tensors: Sequence[GgufTensor], outtype: str) -> tuple[int, int]:

@@ -255,7 +255,9 @@ class LiveComposer:
             ArgumentError, ExpertError, UnsupportedError: see `load_expert`.
         """
         loaded: Any = model
-        opened = {name: e if isinstance(e, Adapter) else open_adapter(e) for name, e in experts.items()}
+        opened: dict[str, Adapter] = {}
+        for name, expert in experts.items():
+            opened[name] = expert if isinstance(expert, Adapter) else open_adapter(expert)
         opened = {name: as_in_model(adapter, name, model) for name, adapter in opened.items()}
         for name, adapter in opened.items():
             loaded = load_expert(loaded, adapter, name)
@@ -268,7 +270,8 @@ class LiveComposer:
         base = self.model.get_base_model()
         name = getattr(base.config, "_name_or_path", "") or type(base).__name__
         lines = [f"LiveComposer on {name!r}, experts: {', '.join(self.names)}; active: {self._described()}"]
-        lines += [] if self.plan is None else self.plan.companion_lines  # the user holds the tokenizer
+        if self.plan is not None:
+            lines += self.plan.companion_lines  # the user holds the tokenizer
         return "<" + "\n".join(lines) + ">"
 
     def _described(self) -> str:
@@ -278,7 +281,9 @@ class LiveComposer:
             return "no composition"
         if isinstance(active, RowSwitches):
             return f"a composition for each of {len(active.switches)} rows"
-        return "base" if active.plan is None else f"{active.plan.headline} of {' and '.join(active.plan.experts)}"
+        if active.plan is None:
+            return "base"
+        return f"{active.plan.headline} of {' and '.join(active.plan.experts)}"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -287,22 +287,18 @@ class _Streamer:
 
 def _explained(error: BaseException) -> BaseException:
     """`RunError` if the device ran out of memory; every other error unchanged."""
-    text = str(error).lower()
-    if isinstance(error, AdapterswapError) or not (
-        isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in text for w in _OUT_OF_MEMORY))
-    ):
+    if isinstance(error, AdapterswapError) or not isinstance(error, MemoryError | RuntimeError):
         return error
-    _release_memory()
+    text = str(error).lower()
+    if isinstance(error, RuntimeError) and not any(words in text for words in _OUT_OF_MEMORY):
+        return error
+
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return RunError(
         "The device ran out of memory while answering",
         "Compare fewer compositions, shorten the prompt or lower `max_new_tokens`",
         parameter="max_new_tokens",
     )
-
-
-def _release_memory() -> None:
-    """Give cached GPU memory back."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

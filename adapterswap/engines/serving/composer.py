@@ -190,7 +190,8 @@ class NamedComposer:
                 raise ExpertError(
                     f"An expert of {shown(name)} changed while it was requested", "Request it again", parameter="name"
                 )
-            self._write(current, path)
+            # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
+            for_any_engine(current, Form()).write(path, hashes=self._hashes(current), companions=False)
             written = True
 
         with self._hidden_paths():
@@ -311,10 +312,6 @@ class NamedComposer:
             "configs": {name: adapter.config.sha256 for name, adapter in plan.adapters.items()},
         }
         return hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
-
-    def _write(self, plan: Plan, path: Path) -> None:
-        # Hashing and copying both check the files' stamps, so the hashes are of the files that are copied.
-        for_any_engine(plan, Form()).write(path, hashes=self._hashes(plan), companions=False)
 
     def _hashes(self, plan: Plan) -> dict[str, str]:
         return {name: self.cache.hash_of(adapter) for name, adapter in plan.adapters.items()}

@@ -51,26 +51,39 @@ class ManifestOnly:
         """Answer requests that vLLM must not see, and pass on the others."""
         if scope["type"] == "lifespan" and "app" in scope:
             await self._app(scope, receive, _checked(scope["app"], send))
-        elif scope["type"] == "http" and _loads(scope["path"]):
-            await refusal(403, _NO_LOADING)(scope, receive, send)
-        elif scope["type"] == "http" and scope.get("method") != "OPTIONS" and _lacks_key(scope):
-            await refusal(401, NO_KEY)(scope, receive, send)
-        elif scope["type"] == "http" and scope.get("method") == "GET" and scope["path"].endswith("/v1/models"):
-            await self._app(scope, receive, _listing(send))
-        elif scope["type"] == "http" and scope.get("method") == "POST":
-            try:
-                body = await Request(scope, receive).body()
-            except ClientDisconnect:
-                return
-            if _lacks_model(body, self._declares_model(scope)):
-                await refusal(400, f"{'. '.join(NO_MODEL)}.", "model")(scope, receive, send)
-            else:
-                scope[MODEL] = _named(body)
-                if "unload_lora_adapter" in scope["path"].split("/"):
-                    send = _unloading(body, send)
-                await self._app(scope, _replay(body, receive), send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse a request, or forward it."""
+        method, path = scope.get("method"), scope["path"]
+        if _loads(path):
+            await refusal(403, _NO_LOADING)(scope, receive, send)
+        elif method != "OPTIONS" and _lacks_key(scope):
+            await refusal(401, NO_KEY)(scope, receive, send)
+        elif method == "GET" and path.endswith("/v1/models"):
+            await self._app(scope, receive, _listing(send))
+        elif method == "POST":
+            await self._forward(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request with a body, unless the body has no model where the endpoint wants one."""
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
+            return
+        if _lacks_model(body, self._declares_model(scope)):
+            await refusal(400, f"{'. '.join(NO_MODEL)}.", "model")(scope, receive, send)
+            return
+
+        scope[MODEL] = _named(body)
+        if "unload_lora_adapter" in scope["path"].split("/"):
+            send = _unloading(body, send)
+        await self._app(scope, _replay(body, receive), send)
 
     def _declares_model(self, scope: Scope) -> bool | None:
         """Whether the endpoint's request has a `model`; None if the endpoint does not declare its request."""
