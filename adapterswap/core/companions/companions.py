@@ -311,8 +311,12 @@ class CompanionPlan(NamedTuple):
     @property
     def record(self) -> dict[str, str]:
         """The owners by kind, for adapterswap.json."""
-        config = {} if self.config is None else {"config": self.config}
-        return config | {kind: ownership.owner for kind, ownership in self.owners.items()}
+        owners: dict[str, str] = {}
+        if self.config is not None:
+            owners["config"] = self.config
+        for kind, ownership in self.owners.items():
+            owners[kind] = ownership.owner
+        return owners
 
     def without_tokenizer(self) -> CompanionPlan:
         """The same for a result that cannot have this tokenizer, and so neither its templates nor its settings."""

@@ -41,18 +41,19 @@ class Lengths(NamedTuple):
         """The lengths in the config of a language model, as transformers opens it."""
         numbers = [config.get(name) for name in _STATED]
         stated = min((number for number in numbers if isinstance(number, int)), default=None)
-        rope = config.get("rope_parameters") or {}
         if stated is None:
             return Lengths(None)
 
         # Kinds of layers may have rotary embeddings of their own: {"full_attention": {...}, "sliding_attention": ...}.
+        rope = config.get("rope_parameters") or {}
         nested = [part for part in rope.values() if isinstance(part, Mapping)]
         parts = nested or [rope]
 
-        return Lengths(
-            longest=max(_stretched(stated, part, stated_already=bool(nested)) for part in parts),
-            alike=min((length for part in parts if (length := _alike(stated, part)) is not None), default=None),
-        )
+        # The longest text is that of the kind which reaches farthest; frequencies change with the first that changes.
+        longest = max(_stretched(stated, part, stated_already=bool(nested)) for part in parts)
+        changes = [_alike(stated, part) for part in parts]
+        alike = min((length for length in changes if length is not None), default=None)
+        return Lengths(longest, alike)
 
 
 def _stretched(stated: int, rope: Mapping[str, Any], *, stated_already: bool) -> int:
@@ -72,4 +73,6 @@ def _alike(stated: int, rope: Mapping[str, Any]) -> int | None:
     kind = rope.get("rope_type")
     if kind == "longrope":
         return int(rope.get("original_max_position_embeddings", stated))
-    return stated if kind is not None and "dynamic" in kind else None
+    if kind is not None and "dynamic" in kind:
+        return stated
+    return None
