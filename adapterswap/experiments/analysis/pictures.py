@@ -108,8 +108,8 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
             values[layer, table.modules.index(module)] = value
         for layer, column in np.argwhere(np.isnan(values)).tolist():
             STYLE.hatch_cell(axes, column, layer, zorder=0)
-        most = (max(largest) if one_scale else own) or 1.0
-        image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most, aspect="auto")
+        most = max(largest) if one_scale else own
+        image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most or 1.0, aspect="auto")
         if not one_scale:
             _bar(figure, image, [axes], "share of rows")
 

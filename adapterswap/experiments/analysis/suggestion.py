@@ -144,7 +144,9 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
     shares = [importance.of_layer(layer) for layer in sorted(outer)]
     task = sum(share for share, _ in shares)
     language = sum(share for _, share in shares)
-    held = f"layer {min(outer)} holds" if len(outer) == 1 else f"layers {format_layers(outer)} hold"
+    held = f"layers {format_layers(outer)} hold"
+    if len(outer) == 1:
+        held = f"layer {min(outer)} holds"
     reasons = [
         f"{held} {language:.0%} of the language expert's effect in the layers, "
         f"and {task:.0%} of the task expert's, measured by {importance.measured}"
