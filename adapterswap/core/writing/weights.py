@@ -185,7 +185,7 @@ def merge(
         ExpertError: a source holds NaN or infinity, or changed after it was opened; the experts' tokenizers cannot be
             united.
         UnsupportedError: a result overflows its dtype, or cannot be computed from these tensors.
-        AdapterswapError: see `open_expert`, `make_plan` and `bases.choose_device`.
+        AdapterswapError: see `open_expert`, `make_plan` and `stream.choose_devices`.
     """
     check_type(
         plan,
