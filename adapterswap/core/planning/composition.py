@@ -286,17 +286,20 @@ class Composition(MethodFields):
 
     def _check_rules(self) -> None:
         """Check that rules can be made, as far as that does not depend on the number of layers."""
+        # An average of several experts gets a name, which must not be one of theirs.
         averages: set[str] = set()
-        for rule in self.allocation or ():
-            averages.update(rule.averages)
         if self.allocation is None:
             averages = {_label(side) for side in (self.task, self.language) if len(side) > 1}
+        else:
+            for rule in self.allocation:
+                averages.update(rule.averages)
         clash = sorted(averages & {*self.experts, *self.expert_names, *self.chains})
         if clash:
             raise FieldMistake(f"an average and an expert are both called {clash[0]!r}: rename one of them", "experts")
         if self.allocation is not None:
             return
 
+        # What two sides can be combined by
         reset = (BASE,) in (self.task, self.language)
         blends = self.method == "soup" or self.bottom_transition or self.top_transition or self.task == (BASE,)
         if self.weights == "magnitude" and reset and blends:
@@ -310,6 +313,8 @@ class Composition(MethodFields):
             )
         if self.method == "adamergex":
             self._check_adamergex()
+
+        # Rules of a swap depend on the number of layers; those of other methods do not, and can be made here.
         if not self.is_swap:
             try:
                 self.rules(1)
@@ -409,6 +414,7 @@ class Composition(MethodFields):
         count = Depth(num_layers).of(stack)
         model = f"the {stack}" if stack else "the model"
         zones = self.requested_zones(count)
+
         if sum(zones) > count:
             sizes = {name: size for name, size in zip(ZONES, zones, strict=True) if size}
             if len(sizes) == 1:

@@ -58,10 +58,13 @@ def slice_layers(
         AdapterswapError: see `make_plan`.
     """
     check_type(adapter, (Adapter, str, Path), "adapter", "Pass a local folder, a Hub id or an opened adapter")
-    check_type(layers, str, "layers", "Pass layers such as `layers=0-4,30-31`")
+    remedy = "Pass layers such as `layers=0-4,30-31`"
+    check_type(layers, str, "layers", remedy)
+
     if not isinstance(adapter, Adapter):
         adapter = open_adapter(adapter)
-    remedy = "Pass layers such as `layers=0-4,30-31`"
+
+    # Read without the stack first, so that an error names the argument that is wrong.
     try:
         kept = KeptLayers.of(layers)
     except ValueError as error:
@@ -72,22 +75,31 @@ def slice_layers(
         raise ArgumentError(f"`stack`: {error}", "Pass encoder or decoder", parameter="stack") from None
     if not any(kept.by_stack.values()):
         raise ArgumentError(f"`layers` {layers!r} names no layer", remedy, parameter="layers")
+
     name = ExpertName.choose(adapter, {}, "expert")
     check_one_list(name, adapter.parts)
-    parts = [(part.name, part.layer) for part in adapter.parts.values() if part.layer is not None]
-    if not any(kept.has(ModuleName(part).stack, layer) for part, layer in parts):
-        adapted = format_layers(layer for part, layer in parts if stack is None or ModuleName(part).stack == stack)
+
+    # A slice without a module would be an empty adapter.
+    adapted = []
+    for part in adapter.parts.values():
+        if part.layer is not None:
+            adapted.append((ModuleName(part.name).stack, part.layer))
+    if not any(kept.has(own_stack, layer) for own_stack, layer in adapted):
+        choices = format_layers(layer for own_stack, layer in adapted if stack in (None, own_stack))
         raise ArgumentError(
             f"{name} adapts none of the {kept}",
-            f"Choose from those that it adapts: {adapted}",
+            f"Choose from those that it adapts: {choices}",
             parameter="layers",
         )
+
     base = None if base_model is None else str(base_model)
     composition = Composition(allocation=rules_of_slice(name, kept), num_layers=num_layers, base_model=base)
     try:
         return make_plan(composition, {name: adapter})
     except CompositionError as error:
-        raise (error.recast(parameter="layers") if error.parameter == "allocation" else error) from None
+        if error.parameter == "allocation":  # the rules are made of `layers`
+            raise error.recast(parameter="layers") from None
+        raise
 
 
 Expert = Adapter | Checkpoint | str | Path
@@ -294,16 +306,25 @@ def _compose(
         experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders, Hub ids or opened experts"
     )
     references: dict[str, Expert] = {**composition.experts, **(experts or {})}
-    opened: dict[str, Adapter | Checkpoint] = {}
+
+    # All names and all experts are looked at before an error is raised, which then has every problem.
     problems = Problems(CompositionError)
     check_names(composition.expert_names, references, problems, composition.allocation)
-    for name in (name for name in composition.expert_names if name in references):
+
+    opened: dict[str, Adapter | Checkpoint] = {}
+    for name in composition.expert_names:
+        if name not in references:  # said by `check_names`
+            continue
         reference = references[name]
+        if isinstance(reference, Adapter | Checkpoint):
+            opened[name] = reference
+            continue
         try:
-            opened[name] = reference if isinstance(reference, Adapter | Checkpoint) else open_expert(reference)
+            opened[name] = open_expert(reference)
         except AdapterswapError as error:
             problems.keep(error.recast(parameter=parameters.get(name, "experts")))
     problems.raise_if_any()
+
     return make_plan(composition, opened)
 
 
@@ -323,6 +344,7 @@ def adapter_plan(
         raise UnsupportedError(
             f"{reference} is a full checkpoint, not an adapter", "Pass an adapter, or two experts", parameter="plan"
         )
+
     name = ExpertName.choose(adapter, {}, "expert")
     base = None if base_model is None else str(base_model)
     composition = Composition.of_one(name, adapter, base_model=base, num_layers=num_layers, tokenizer=tokenizer)
@@ -332,21 +354,28 @@ def adapter_plan(
 def _two_sided(method: str, arguments: Mapping[str, Any]) -> Plan:
     """Compose two experts; `arguments` are all those of a method's function: `task`, `language`, and keys of a
     composition."""
-    experts: dict[str, Expert] = {}
-    names: dict[str, str] = {}
     sides = {side: arguments[side] for side in ("task", "language")}
     for side, expert in sides.items():
         check_type(expert, (Adapter, Checkpoint, str, Path), side, "Pass a local folder, a Hub id or an opened expert")
+
+    experts: dict[str, Expert] = {}
+    names: dict[str, str] = {}
     for side, expert in sides.items():
-        names[side] = BASE if expert == BASE else ExpertName.choose(expert, experts, side)
-        if expert != BASE:
-            experts[names[side]] = expert
-    owners = {key: _owner(arguments[key], names) for key in ("tokenizer", "config_from")}
+        if expert == BASE:
+            names[side] = BASE
+            continue
+        names[side] = ExpertName.choose(expert, experts, side)
+        experts[names[side]] = expert
+
+    # None means the default of a zone, as if the argument were left out.
     given = {key: value for key, value in arguments.items() if value is not None or key not in ZONES}
+    owners = {key: _owner(arguments[key], names) for key in ("tokenizer", "config_from")}
     composition = Composition.read_content({**given, "method": method, **names, **owners}, where=method)
     return _compose(composition, experts, {names[side]: side for side in ("language", "task")})
 
 
 def _owner(requested: str | None, names: Mapping[str, str]) -> str | None:
     """The expert that a side (`task`, `language`) means; other names stay. `names` maps sides to their experts."""
-    return requested if requested is None or requested in names.values() else names.get(requested, requested)
+    if requested is None or requested in names.values():
+        return requested
+    return names.get(requested, requested)
