@@ -38,6 +38,7 @@ def check_names(
                 parameter="experts",
                 kind=CompositionError,
             )
+
     if not names:
         problems.add(
             "Every rule gives its modules to the base", "Use an expert in at least one rule", kind=CompositionError
@@ -61,7 +62,9 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
     for name, adapter in experts.items():
         ours, theirs = first.config, adapter.config
         if first.ties_factors != adapter.ties_factors:
-            tying, other = (first_name, name) if first.ties_factors else (name, first_name)
+            tying, other = name, first_name
+            if first.ties_factors:
+                tying, other = first_name, name
             problems.add(
                 f"{tying} ties the LoRA of its embedding to the head (ensure_weight_tying), but {other} does not",
                 "Compose experts that treat the base's tied embeddings in the same way",
@@ -80,8 +83,9 @@ def check_experts(experts: Mapping[str, Adapter], composition: Composition, prob
 
 def check_shapes(experts: Mapping[str, Adapter], problems: Problems) -> None:
     """Check that modules of the same name have the same shape; each expert is compared with the first."""
-    for name, adapter in [*experts.items()][1:]:
-        first_name, first = next(iter(experts.items()))
+    named = list(experts.items())
+    for name, adapter in named[1:]:
+        first_name, first = named[0]
         for ours, theirs in _comparable(first, adapter):
             compare_shapes(
                 {module: part.shape for module, part in ours.items()},
@@ -116,20 +120,22 @@ def _comparable(first: Adapter, second: Adapter) -> Iterator[tuple[Mapping[str, 
             in_full[name] = part
     yield in_full, second.saved
 
-    alike = []
+    # `factors` above has those with LoRA's factors, such as DoRA.
+    alike: dict[str, Part] = {}
     for name, opaque in first.opaque.items():
         other = second.opaque.get(name)
-        if opaque.lora is None and other is not None:
-            settings = opaque.method, opaque.settings, opaque.values
-            if settings == (other.method, other.settings, other.values):
-                alike.append(name)
-    yield {name: first.opaque[name] for name in alike}, {name: second.opaque[name] for name in alike}
+        if opaque.lora is not None or other is None:
+            continue
+        if (opaque.method, opaque.settings, opaque.values) == (other.method, other.settings, other.values):
+            alike[name] = opaque
+    yield alike, {name: second.opaque[name] for name in alike}
 
 
 def _is_resized(first: FullModule, second: FullModule) -> bool:
     """Whether both are the same embedding or head with different numbers of rows; `vocabulary` compares these."""
     if first.rows or second.rows:  # single rows of it
         return first.width == second.width
+
     ours = {name: tensor.shape[1:] for name, tensor in first.tensors.items()}
     theirs = {name: tensor.shape[1:] for name, tensor in second.tensors.items()}
     return ModuleName(first.name).is_vocabulary(first.layer) and ours == theirs
@@ -137,8 +143,11 @@ def _is_resized(first: FullModule, second: FullModule) -> bool:
 
 def _differ_in_rows(first: LoraModule, second: LoraModule) -> bool:
     """Whether both have LoRA on the same embedding or head with different numbers of rows."""
-    widths = [part.out_features if part.embedding else part.in_features for part in (first, second)]
-    return first.embedding == second.embedding and widths[0] == widths[1]
+    if first.embedding != second.embedding:
+        return False
+    if first.embedding:
+        return first.out_features == second.out_features
+    return first.in_features == second.in_features
 
 
 def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
@@ -147,7 +156,8 @@ def _check_nesting(experts: Mapping[str, Adapter], problems: Problems) -> None:
         in_full = [module for module in adapter.saved if not ModuleKeys(module).is_bias]
         for other, theirs in experts.items():
             holder, inside = _first_inside(in_full, theirs.parts)
-            if inside and not (ModuleKeys(inside).is_bias and other == name):
+            is_own_bias = other == name and ModuleKeys(inside).is_bias
+            if inside and not is_own_bias:
                 problems.add(
                     f"{name} holds {holder} in full (modules_to_save), but {other} adapts {inside} inside it",
                     f"Merge {other} into its base with `merge`, and compose the full weights in its place",
@@ -179,11 +189,12 @@ def check_depth(
             )
             continue
 
-        layers = {part.name: part.layer for part in adapter.parts.values() if part.layer is not None}
         highest: dict[Stack | None, int] = {}
-        for module, layer in layers.items():
-            stack = depth.stack_of(module)
-            highest[stack] = max(layer, highest.get(stack, 0))
+        for part in adapter.parts.values():
+            if part.layer is not None:
+                stack = depth.stack_of(part.name)
+                highest[stack] = max(part.layer, highest.get(stack, 0))
+
         if not isinstance(num_layers, int) and None in highest:
             if names_layers:  # else it does not matter which stack they are in
                 problems.add(
@@ -198,16 +209,20 @@ def check_depth(
             count = depth.of(stack)
             if layer < count:
                 continue
-            where, base, more = f" {stack}", f"the base's {stack}", ""
+
+            # Layers for multi-token prediction come after the others, and `num_layers` does not count them.
+            remedy = "Check `num_layers` or `base_model`"
             if stack is None:
-                where, base = "", "the base"
-                more = (
+                where, base = "layer", "the base"
+                remedy += (
                     ". Layers that predict further tokens (MTP) are accepted if the base is on this machine and its "
                     "config.json says how many there are (num_nextn_predict_layers)"
                 )
+            else:
+                where, base = f"{stack} layer", f"the base's {stack}"
             problems.add(
-                f"{name} adapts{where} layer {layer}, but {base} has {count} layers (0-{count - 1})",
-                f"Check `num_layers` or `base_model`{more}",
+                f"{name} adapts {where} {layer}, but {base} has {count} layers (0-{count - 1})",
+                remedy,
                 kind=ExpertError,
             )
 
@@ -227,7 +242,9 @@ def check_rules(rules: Sequence[Rule], num_layers: NumLayers, problems: Problems
         count = Depth(num_layers).of(rule.stack)
         outside = sorted(layer for layer in parse_layers(rule.layers or NO_LAYER) if layer >= count)
         if outside:
-            base = f"the base's {rule.stack}" if rule.stack else "the base"
+            base = "the base"
+            if rule.stack:
+                base = f"the base's {rule.stack}"
             problems.add(
                 f"The rule `{rule}` names {_listed(outside)}, but {base} has {count} layers (0-{count - 1})",
                 "Correct the rule's layers, or `num_layers`",
@@ -240,7 +257,10 @@ def _listed(layers: Sequence[int]) -> str:
     """Layers in words: `layer 8`, `layers 8 and 9`, `layers 8-12,20`."""
     if len(layers) == 2:
         return f"layers {layers[0]} and {layers[1]}"
-    return f"layer{'s' * (len(layers) > 1)} {format_layers(layers)}"
+    unit = "layers"
+    if len(layers) == 1:
+        unit = "layer"
+    return f"{unit} {format_layers(layers)}"
 
 
 def check_matches(
@@ -257,12 +277,18 @@ def check_matches(
 
     `uncovered` are slots that no rule matches.
     """
-    parameter = None if composition.allocation is None else "allocation"
+    depth = Depth(num_layers)
+    parameter = None
+    if composition.allocation is not None:
+        parameter = "allocation"
+
+    # By identity: an equal rule may stand further down, and matches nothing there.
     used = {id(slot.rule) for slot in slots}
-    adapted = Depth(num_layers).by_stack(slot.name for slot in slots if slot.layer is not None)
+    adapted = depth.by_stack(slot.name for slot in slots if slot.layer is not None)
     for rule in rules:
         if rule.optional or id(rule) in used:
             continue
+
         if parameter is None:  # the composition made the rules
             if rule.stack and composition.stack == "both" and adapted and rule.stack not in adapted:
                 continue  # the experts adapt only the other stack
@@ -276,7 +302,10 @@ def check_matches(
         )
 
     slices = {name: expert.kept_layers for name, expert in experts.items() if expert.kept_layers is not None}
-    requested = requested_by_layer(rules, slots, Depth(num_layers)) if slices else {}
+    if not slices:
+        return
+
+    requested = requested_by_layer(rules, slots, depth)
     for name, kept in slices.items():
         if any(rule.weights and name in rule.experts for rule in rules):
             problems.add(
@@ -291,7 +320,11 @@ def check_matches(
             if name in names and not kept.has(stack, layer):
                 needed.setdefault(stack, []).append(layer)
         for stack, layers in needed.items():
-            missing = f"{stack or ''} layer{'s' * (len(layers) > 1)} {format_layers(layers)}".strip()
+            missing = f"layer {layers[0]}"
+            if len(layers) > 1:
+                missing = f"layers {format_layers(layers)}"
+            if stack:
+                missing = f"{stack} {missing}"
             problems.add(
                 f"{name} is a slice with the {kept}, but the composition needs its {missing}",
                 "Pass the whole expert, or give these layers to another expert or to the base",
@@ -302,12 +335,14 @@ def check_matches(
 
 def _explain(rule: Rule, modules: Sequence[Slot]) -> str:
     """A remedy for a rule that matches none of these modules, or none that earlier rules left."""
-    if any(rule.matches(m.matched_name, m.layer, m.kind) for m in modules):
+    if any(rule.matches(module.matched_name, module.layer, module.kind) for module in modules):
         return "Earlier rules match all of its modules: move it before them, or remove it"
 
-    ends = sorted({m.name.removesuffix(".weight").rpartition(".")[2] for m in modules})
-    layers = {m.layer for m in modules if m.layer is not None}
-    where = f"layers {min(layers)}-{max(layers)}" if layers else "no layer"
+    ends = sorted({module.name.removesuffix(".weight").rpartition(".")[2] for module in modules})
+    layers = {module.layer for module in modules if module.layer is not None}
+    where = "no layer"
+    if layers:
+        where = f"layers {min(layers)}-{max(layers)}"
     return f"The experts adapt {', '.join(ends[:12])} in {where}: correct the rule, or set `optional: true` in it"
 
 
@@ -328,17 +363,25 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
 
     # Modules in full outside the layers do not count, since compositions average them whatever else they do; unless an
     # expert has nothing else than trained tokens.
-    parts = [*plan.modules.values(), *(slot for slot in plan.saved.values() if slot.layer is not None)]
+    parts = list(plan.modules.values())
+    parts += [slot for slot in plan.saved.values() if slot.layer is not None]
+    if not parts:
+        return
+
     contributing = silenced_experts(plan.rules)
     for slot in parts:
         contributing.update(term.expert for term in slot.terms)
     for name, adapter in plan.adapters.items():
         if adapter.parts.keys() == adapter.tokens.keys():
-            contributing.update({name} & {term.expert for slot in plan for term in slot.terms})
+            for slot in plan:
+                if any(term.expert == name for term in slot.terms):
+                    contributing.add(name)
 
+    unit = "module"
+    if plan.is_model:
+        unit = "tensor"
     for name in names:
-        if name not in contributing and parts:
-            unit = "tensor" if plan.is_model else "module"
+        if name not in contributing:
             problems.add(
                 f"The expert {name!r} contributes no {unit} to the result",
                 "Remove it, or give it layers and modules that it adapts",
@@ -351,7 +394,9 @@ def _field_naming(expert: str, composition: Composition) -> str:
     """The field of the composition that names an expert."""
     if composition.allocation is not None:
         return "allocation"
-    return "task" if expert in composition.task else "language"
+    if expert in composition.task:
+        return "task"
+    return "language"
 
 
 def check_config_owner(composition: Composition, owners: Collection[str], problems: Problems) -> None:
@@ -391,15 +436,18 @@ def check_architecture(
             )
 
     differences = ConfigDifferences.between(first.config, other.config)
-    if differences and (config_from is None or _TYPE in differences.values):  # what the tensors lack follows from these
-        is_choice = _TYPE not in differences.values and _fit_one_config(first, other)
-        remedy = f"{_ONE_BASE}. If one config is right for the result, name its owner: `config_from={name}`"
+    if differences and (config_from is None or _TYPE in differences.values):
+        remedy = _ONE_BASE
+        parameter = None
+        if _TYPE not in differences.values and _fit_one_config(first, other):
+            remedy = f"{_ONE_BASE}. If one config is right for the result, name its owner: `config_from={name}`"
+            parameter = "config_from"
         problems.add(
             f"The configs of {first_name} and {name} compute differently: {differences.text(first_name, name)}",
-            remedy if is_choice else _ONE_BASE,
-            parameter="config_from" if is_choice else None,
+            remedy,
+            parameter=parameter,
         )
-        return
+        return  # what the tensors lack follows from these
 
     ours, theirs = first.parameters, other.parameters
     only_ours = sorted(ours.keys() - theirs.keys() - first.ahead)
@@ -408,11 +456,13 @@ def check_architecture(
         if missing:
             problems.add(f"{has} holds {and_more(missing)}, but {lacks} does not", f"{_ONE_BASE}{OTHER_NAMES}")
 
+    # Tensors that differ only in their rows are compared as embeddings and heads, not by shape.
     resized = set()
     for key in sorted(ours.keys() & theirs.keys()):
         our_shape, their_shape = ours[key].tensor.shape, theirs[key].tensor.shape
         if our_shape == their_shape or ours[key].layer is not None or our_shape[1:] != their_shape[1:]:
             continue
+
         resized.add(key)
         if not ours[key].has_tokens:
             problems.add(
@@ -435,8 +485,13 @@ def _fit_one_config(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether one config could load both checkpoints: the same tensors in the same shapes, but for rows of tokens."""
     shapes = []
     for checkpoint in (one, other):
-        inside = {key: p.tensor.shape for key, p in checkpoint.parameters.items() if p.layer is not None}
-        outside = {key: p.tensor.shape[1:] for key, p in checkpoint.parameters.items() if p.layer is None}
+        inside = {}
+        outside = {}
+        for key, parameter in checkpoint.parameters.items():
+            if parameter.layer is None:
+                outside[key] = parameter.tensor.shape[1:]
+            else:
+                inside[key] = parameter.tensor.shape
         shapes.append((inside, outside))
     return shapes[0] == shapes[1]
 
@@ -450,6 +505,8 @@ def check_vocabulary(
 ) -> None:
     """Report what cannot be computed row by row if full checkpoints have rows that the base or another expert lacks."""
     ends = {slot.name: slot for slot in slots if slot.has_tokens}
+
+    # A tensor as large as the vocabulary needs rows for the new tokens as well, but which ones is not known.
     sizes = {slot.shape[0] for slot in ends.values()}
     if any(slot.spans for slot in ends.values()):
         for slot in slots:
@@ -462,6 +519,7 @@ def check_vocabulary(
                     kind=UnsupportedError,
                 )
 
+    # Some embeddings have rows beyond the vocabulary, such as for images, so a longer one may not have more tokens.
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
         odd = [(expert, change) for expert, change in slot.all_whole if change.tensor.shape != slot.shape]
@@ -478,7 +536,8 @@ def check_vocabulary(
         return
     for name, checkpoint in full.items():
         for key in ends.keys() & checkpoint.parameters.keys() & skeleton.parameters.keys():
-            rows, rows_of_base = checkpoint.parameters[key].tensor.shape[0], skeleton.parameters[key].tensor.shape[0]
+            rows = checkpoint.parameters[key].tensor.shape[0]
+            rows_of_base = skeleton.parameters[key].tensor.shape[0]
             if rows != rows_of_base:
                 problems.add(
                     f"{name} has {rows} rows of {key} and the base {rows_of_base}, so the magnitude of its ΔW is not "

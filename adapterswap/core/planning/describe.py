@@ -7,6 +7,7 @@ nothing depends on the colours.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple, get_args
 
 from adapterswap.core.experts.adapter import Adapter
@@ -71,30 +72,46 @@ class Composed(NamedTuple):
                 break
 
             found.append(Composed(name, rules, tuple(map(str, experts))))
+            # A record quotes those of its experts, so their folders are not needed.
             records = {}
             for inner, source in experts.items():
-                origin = source.get("origin") if isinstance(source, Mapping) else None
-                records[str(inner)] = origin if isinstance(origin, Mapping) else {}
+                origin = None
+                if isinstance(source, Mapping):
+                    origin = source.get("origin")
+                if not isinstance(origin, Mapping):
+                    origin = {}
+                records[str(inner)] = origin
         return found
 
     def within(self, mark: Mark, name: str) -> Mark:
         """The mark with the owner or the blend that this expert has there; `name` is the module's or tensor's."""
-        rule = next((rule for rule in self.rules if rule.matches(name, mark.layer, mark.kind)), None)
-        if rule is None or mark.owner != self.name:
+        if mark.owner != self.name:
             return mark
-        blend = "" if rule.expert else mixture(rule, rule.side_weights(), rule.method)
-        return mark._replace(owner=rule.expert, blend=blend)
+
+        for rule in self.rules:
+            if not rule.matches(name, mark.layer, mark.kind):
+                continue
+            blend = ""
+            if not rule.expert:
+                blend = mixture(rule, rule.side_weights(), rule.method)
+            return mark._replace(owner=rule.expert, blend=blend)
+        return mark
 
 
 def picture(plan: Plan) -> Picture:
     """The strip of a plan."""
-    composed = Composed.of({name: Records(expert.source.folder).provenance() for name, expert in plan.experts.items()})
+    records = {}
+    for name, expert in plan.experts.items():
+        records[name] = Records(expert.source.folder).provenance()
+    composed = Composed.of(records)
     return draw(_marks(plan, composed), plan.depth, _named(plan.experts, composed))
 
 
 def _named(experts: Iterable[str], composed: Sequence[Composed]) -> list[str]:
     """The experts that a strip may show, in their order: those that an only expert was composed of come first."""
-    inner = [name for expert in reversed(composed) for name in expert.experts]
+    inner: list[str] = []
+    for expert in reversed(composed):
+        inner += expert.experts
     return list(dict.fromkeys([*inner, *experts]))
 
 
@@ -105,8 +122,14 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
     """
     depth = plan.depth
     slots = plan.modules.values()
-    stacks = {slot.name: depth.stack_of(slot.name) for slot in slots}
-    changed = {(stacks[slot.name], slot.layer, slot.kind) for slot in slots if slot.terms}
+
+    stacks = {}
+    changed = set()
+    for slot in slots:
+        stack = depth.stack_of(slot.name)
+        stacks[slot.name] = stack
+        if slot.terms:
+            changed.add((stack, slot.layer, slot.kind))
 
     marks = []
     for slot in slots:
@@ -121,6 +144,8 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
         if not owner:
             blend = slot.blend
         mark = Mark(slot.layer, slot.kind, owner, blend, stack)
+
+        # From the outside in: each expert's record says what its own modules were composed of.
         for expert in composed:
             mark = expert.within(mark, slot.matched_name)
         marks.append(mark)
@@ -145,6 +170,7 @@ def summary(plan: Plan) -> str:
     lines = [f"Plan: {plan.headline}"]
     for name, expert in list(plan.experts.items())[:_SHOWN]:
         lines.append(f"{name}: {expert!r}")
+
     more = len(plan.experts) - _SHOWN
     if more > 0:
         lines.append(f"and {more} more experts")
@@ -203,7 +229,8 @@ class Picture(NamedTuple):
         for mark in self.marks:
             origin = mark.owner or mark.blend
             kinds = by_stack.setdefault(mark.stack, {}).setdefault(mark.layer, {})
-            kinds[mark.kind] = origin if kinds.get(mark.kind, origin) == origin else "differs by module"
+            if kinds.setdefault(mark.kind, origin) != origin:
+                kinds[mark.kind] = "differs by module"
 
         zones = []
         for stack in sorted(by_stack, key=str, reverse=True):
@@ -231,12 +258,19 @@ def _zones_of_stack(origins: Mapping[int, Mapping[str, str]]) -> list[tuple[str,
 
 def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Picture:
     """The strip of these marks: one row if attention and MLP agree in every layer, else a row for each kind."""
-    names = {mark.owner: None for mark in drawn if mark.owner not in (None, BASE)}
-    averages = [name for name in names if name is not None and name not in set(experts)]
+    # An owner that is no expert is an average of several, and has a letter of its own. A dict keeps their order.
+    averages: dict[str, None] = {}
+    others = {BASE, *experts}
+    for mark in drawn:
+        if mark.owner is not None and mark.owner not in others:
+            averages[mark.owner] = None
     letters = _letters([*averages, *experts])
+
     rows: dict[str, str] = {}
     for stack in depth.stacks:
-        rows |= _rows([mark for mark in drawn if mark.stack == stack], stack, depth.of(stack), letters)
+        in_stack = [mark for mark in drawn if mark.stack == stack]
+        rows |= _rows(in_stack, stack, depth.of(stack), letters)
+
     marks_used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in marks_used)
     return Picture(rows, depth.of(None), _legend(drawn, marks_used, letters), owners, drawn)
@@ -271,8 +305,12 @@ def recorded_strip(
         drawn.append(mark)
 
     changed = {(mark.stack, mark.layer, mark.kind) for mark in drawn if mark.owner != BASE}
-    drawn = [mark for mark in drawn if mark.owner != BASE or (mark.stack, mark.layer, mark.kind) not in changed]
-    return draw(drawn, depth, _named(experts, composed)).text
+    shown = []
+    for mark in drawn:
+        if mark.owner == BASE and (mark.stack, mark.layer, mark.kind) in changed:
+            continue
+        shown.append(mark)
+    return draw(shown, depth, _named(experts, composed)).text
 
 
 def unusual(plan: Plan) -> list[str]:
@@ -285,10 +323,14 @@ def unusual(plan: Plan) -> list[str]:
 
     # Modules that experts hold in full, or single rows of them
     for slot in plan.saved.values():
-        contents = _tokens(slot) if slot.name in plan.tokens else ""
-        contents = contents or _remark(slot) or slot.owner_label or blend_text(slot.weights)
-        form = next(a.saved[slot.module].words for a in plan.adapters.values() if slot.module in a.saved)
-        lines.append(f"{slot.name} ({form}): {contents}")
+        contents = ""
+        if slot.name in plan.tokens:
+            contents = _tokens(slot)
+        if not contents:
+            contents = _remark(slot) or slot.owner_label or blend_text(slot.weights)
+
+        holder = next(adapter for adapter in plan.adapters.values() if slot.module in adapter.saved)
+        lines.append(f"{slot.name} ({holder.saved[slot.module].words}): {contents}")
 
     # Adapted modules: those outside the layers, and what the strip does not say of the others
     depth = plan.depth
@@ -300,15 +342,18 @@ def unusual(plan: Plan) -> list[str]:
         if slot.layer is None:
             lines.append(f"{slot.name}: {remark or slot.label}")
         elif remark and not (plan.is_model and slot.kind == "other"):
+            name = ModuleName(slot.name).within(slot.layer)
             where = _of_stack(depth.stack_of(slot.name))
-            grouped.setdefault((ModuleName(slot.name).within(slot.layer), where, remark), []).append(slot.layer)
+            grouped.setdefault((name, where, remark), []).append(slot.layer)
     for (name, where, remark), layers in grouped.items():
         lines.append(f"{name} in {where}layers {format_layers(layers)}: {remark}")
 
     # Layers without modules; blocks that several layers share are in no layer
-    outside = [ModuleName(slot.name) for slot in plan.modules.values() if slot.layer is None]
-    shared = next(filter(None, (name.shared_list for name in outside)), None)
-    if shared is not None:
+    shared = None
+    for slot in plan.modules.values():
+        if slot.layer is None:
+            shared = shared or ModuleName(slot.name).shared_list
+    if shared:
         lines.append(f"several layers share each block of {shared}, so its modules are outside the layers")
     elif not plan.is_model:
         names_in = depth.by_stack(plan.modules)
@@ -325,7 +370,10 @@ def unusual(plan: Plan) -> list[str]:
 
 
 def _of_stack(stack: Stack | None) -> str:
-    return f"{stack} " if stack else ""
+    """A stack before the word `layers`; empty for a model with one."""
+    if not stack:
+        return ""
+    return f"{stack} "
 
 
 def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
@@ -335,7 +383,9 @@ def ignored_modules(experts: Mapping[str, Adapter]) -> list[str]:
         ignored = adapter.ignored
         if not ignored:
             continue
-        more = ", …" if len(ignored) > 1 else ""
+        more = ""
+        if len(ignored) > 1:
+            more = ", …"
         lines.append(
             f"{name}: {len(ignored)} modules in its file are left out, because its config does not target them and "
             f"PEFT would not load them ({ignored[0]}{more})"
@@ -358,13 +408,12 @@ def unknown_keys(experts: Mapping[str, Adapter]) -> list[str]:
 
 def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> list[str]:
     """A warning if the adapters name different bases or revisions, and `base_model` declares that they share one."""
-    if declared is None:
+    if declared is None or not experts:
         return []
+
     configs = [adapter.config for adapter in experts.values()]
-    if all(
-        same_base(config.base_model, configs[0].base_model) and config.revision == configs[0].revision
-        for config in configs
-    ):
+    first = configs[0]
+    if all(same_base(other.base_model, first.base_model) and other.revision == first.revision for other in configs):
         return []
 
     named = []
@@ -379,18 +428,25 @@ def differing_bases(experts: Mapping[str, Adapter], declared: str | None) -> lis
 
 def error_text(error: float) -> str:
     """A relative error with three decimals, or `< 0.001` if it would be rounded to 0."""
-    return "< 0.001" if 0 < error < 0.0005 else f"{error:.3f}"
+    if 0 < error < 0.0005:
+        return "< 0.001"
+    return f"{error:.3f}"
 
 
 def _remark(slot: Slot) -> str:
     """What the rule requests, if some of its experts do not change the slot; else an empty string."""
     if not slot.absent:
         return ""
+
     requested = next(iter(slot.weights))
     if len(slot.weights) > 1:
         requested = blend_text(slot.weights)
-    rest = "its ΔW counts as zero" if slot.terms else "it stays as in the base"
-    verb = "does" if len(slot.absent) == 1 else "do"
+    verb = "do"
+    if len(slot.absent) == 1:
+        verb = "does"
+    rest = "it stays as in the base"
+    if slot.terms:
+        rest = "its ΔW counts as zero"
     return f"{requested}, but {' and '.join(slot.absent)} {verb} not adapt it: {rest}"
 
 
@@ -410,9 +466,13 @@ def _letters(names: Iterable[str]) -> dict[str, str]:
     letters: dict[str, str] = {}
     for name in names:
         plain = name.removeprefix("mean(")  # as compositions call the average of a side
-        candidates = [*plain.lower(), *plain.upper(), *"0123456789abcdefghijklmnopqrstuvwxyz"]
-        free = (c for c in candidates if c.isalnum() and c.isascii() and c not in letters.values())
-        letters[name] = next(free, "?")
+        taken = set(letters.values())
+        letter = "?"
+        for candidate in f"{plain.lower()}{plain.upper()}0123456789abcdefghijklmnopqrstuvwxyz":
+            if candidate.isalnum() and candidate.isascii() and candidate not in taken:
+                letter = candidate
+                break
+        letters[name] = letter
     return letters
 
 
@@ -420,15 +480,18 @@ def _rows(drawn: Sequence[Mark], stack: Stack | None, num_layers: int, letters: 
     """One row if attention and MLP agree in every layer, else a row for each kind."""
     rows: dict[str, str] = {}
     for kind in get_args(Kind):
-        row = _row([mark for mark in drawn if mark.kind == kind], num_layers, letters)
+        of_kind = [mark for mark in drawn if mark.kind == kind]
+        row = _row(of_kind, num_layers, letters)
         if row.strip():
             rows[f"{_of_stack(stack)}{kind}"] = row
+
     if len(set(rows.values())) == 1:
         return {stack or "layers": next(iter(rows.values()))}
     return rows
 
 
 def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> str:
+    """One character for each layer: what its marks agree on, or that they differ."""
     cells: list[set[str]] = [set() for _ in range(num_layers)]
     for mark in drawn:
         if mark.owner is None:
@@ -440,11 +503,15 @@ def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> 
 
     row = ""
     for cell in cells:
-        row += _SEVERAL if len(cell) > 1 else next(iter(cell), _NOTHING)
+        if len(cell) > 1:
+            row += _SEVERAL
+        else:
+            row += next(iter(cell), _NOTHING)
     return row
 
 
 def _legend(drawn: Sequence[Mark], marks_used: str, letters: Mapping[str, str]) -> dict[str, str]:
+    """The meaning of each character that the strip has: the experts' letters first, in their order."""
     blends = sorted({mark.blend for mark in drawn if mark.owner is None})
     meanings = {letter: name for name, letter in letters.items() if letter in marks_used}
     meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
@@ -465,16 +532,21 @@ _HEAD = "font-weight:normal;font-size:75%;text-align:center;padding:1px 2px"
 def plan_html(plan: Plan) -> str:
     """The plan as a fragment of HTML. Names are escaped."""
     picture = plan.picture
-    colours = {mark: COLOURS[place % len(COLOURS)] for place, mark in enumerate(picture.owners)}
+    colours = dict(zip(picture.owners, cycle(COLOURS), strict=False))  # beyond the last, they start again
+
+    # The table: the layers' numbers above, then the strip's rows
     head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(picture.depth))
     rows = [f"<tr><th></th>{head}</tr>"]
     for kind, row in picture.rows.items():
         cells = "".join(_cell(mark, picture.legend, colours, layer) for layer, mark in enumerate(row))
         rows.append(f'<tr><th scope="row" style="{_HEAD}">{_text(kind)}</th>{cells}</tr>')
-    legend = " &nbsp; ".join(
-        f'<span style="{_CELL};{_colour(colours.get(mark, _PLAIN))}">{_text(mark)}</span> {_text(meaning)}'
-        for mark, meaning in picture.legend.items()
-    )
+
+    meanings = []
+    for mark, meaning in picture.legend.items():
+        style = f"{_CELL};{_colour(colours.get(mark, _PLAIN))}"
+        meanings.append(f'<span style="{style}">{_text(mark)}</span> {_text(meaning)}')
+    legend = " &nbsp; ".join(meanings)
+
     lines = [*plan.remarks[:_REMARKS], *plan.companion_lines]
     remarks = "".join(f"<div>{_text(line)}</div>" for line in lines)
     return (
@@ -484,6 +556,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def _cell(mark: str, legend: Mapping[str, str], colours: Mapping[str, tuple[str, str]], layer: int) -> str:
+    """A cell of the table, with the mark's meaning where the mouse points at it."""
     title = f"layer {layer}: {legend.get(mark, 'no expert adapts it')}"
     style = f"{_CELL};{_colour(colours.get(mark, _PLAIN))}"
     return f'<td style="{style}" title="{_text(title)}">{_text(mark)}</td>'
@@ -501,13 +574,18 @@ def _text(text: str) -> str:
 
 def zones_of(plan: Plan, stack: Stack | None) -> str:
     """The zones of a layer swap in one list of layers, and which of them are the paper's defaults."""
-    composition, count = plan.composition, plan.depth.of(stack)
+    composition = plan.composition
+    count = plan.depth.of(stack)
     bottom, top, bottom_transition, top_transition = composition.zones(plan.num_layers, stack)
-    scaled = [
-        f"{name} {resolved}"
-        for name, resolved, requested in (("bottom", bottom, composition.bottom), ("top", top, composition.top))
-        if requested is None
-    ]
-    zones_text = f"zones of {count} {f'{stack} ' if stack else ''}layers: bottom {bottom} and top {top} "
-    zones_text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
-    return zones_text + (f" ({', '.join(scaled)}: the paper's default, in proportion)" if scaled else "")
+    text = f"zones of {count} {_of_stack(stack)}layers: bottom {bottom} and top {top} "
+    text += f"from {' and '.join(composition.language)}, transitions {bottom_transition} and {top_transition}"
+
+    # The paper gives zones for one depth; where the request leaves one out, it is scaled to this model's.
+    scaled = []
+    if composition.bottom is None:
+        scaled.append(f"bottom {bottom}")
+    if composition.top is None:
+        scaled.append(f"top {top}")
+    if scaled:
+        text += f" ({', '.join(scaled)}: the paper's default, in proportion)"
+    return text

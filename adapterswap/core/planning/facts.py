@@ -54,20 +54,27 @@ class LocalBase:
         if self._config is None and self.folder is not None:
             with suppress(ExpertError):
                 self._config = _read_config(self.folder)
-        return None if self._config is None else self._config.content
+        if self._config is None:
+            return None
+        return self._config.content
 
     @property
     def config_sha256(self) -> str | None:
         """The SHA-256 of the config.json that was read; None if none was."""
-        return None if self._config is None else self._config.sha256
+        if self._config is None:
+            return None
+        return self._config.sha256
 
     @property
     def headers(self) -> Checkpoint | None:
         """The headers of its weights; None if they are not here or cannot be read."""
         if self.config is None or self._config is None or self.folder is None:
             return None
+
         files = [path for path in self.folder.glob("model*.safetensors*") if path.is_file()]
-        return _headers(self.folder, Stamps.of(sorted(files)), self._config) if files else None
+        if not files:
+            return None
+        return _headers(self.folder, Stamps.of(sorted(files)), self._config)
 
     def fetched(self, remedy: str) -> tuple[Source, LocalBase]:
         """The base, with its config.json, which comes from the Hub if it is not here.
@@ -80,6 +87,7 @@ class LocalBase:
             NotFoundError: it is neither on this machine nor on the Hub.
         """
         source = Source.of_base(Reference.to_base(self.reference, remedy))
+
         local = self
         if self.folder is not None and self.folder != source.folder and not self.folder.samefile(source.folder):
             local = LocalBase(self.reference)  # the Hub has a newer revision than the one that was here
@@ -168,8 +176,12 @@ class BaseFacts:
         name = common
         if declared is not None:
             declared_name, declared_revision = Reference(declared).parts
-            name = declared_name if common is None else common
-            revision = revision if declared_revision is None else declared_revision
+            if common is None:
+                name = declared_name
+            if declared_revision is not None:
+                revision = declared_revision
+
+        # A folder means nothing on another machine; an id on the Hub does, if an adapter names one.
         if name is not None and not Reference(name).is_hub_id:
             name = published_name(adapter.config.base_model for adapter in adapters.values()) or name
 
@@ -189,6 +201,7 @@ class BaseFacts:
         """The base that the plan used, or the folder that was declared; None if there is neither."""
         if self.weights is not None:
             return self.weights.source
+
         if self.source is not None or self.declared is None or not os.path.isdir(expand(self.declared)):
             return self.source
         return Source.find(self.declared, [], what="base model")

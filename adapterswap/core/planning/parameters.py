@@ -45,18 +45,26 @@ class MethodFields(Declared):
         """Read every key that is not a field, and every key of `parameters`, as a parameter of the method."""
         if not unknown and not values.get(_KEY):
             return  # `_become` takes the defaults
-        written: dict[tuple[Any, ...], Any] = {(_KEY, key): value for key, value in values.get(_KEY, {}).items()}
-        written |= {(_without_underscore(key),): value for key, value in unknown.items()}
 
-        is_wrong = any(mistake.location[0] == "method" for mistake in mistakes)
-        chosen = None if is_wrong else values.get("method", cls.model_fields["method"].default)
+        # What the object has, by its place in it, which messages name
+        written: dict[tuple[Any, ...], Any] = {}
+        for key, value in values.get(_KEY, {}).items():
+            written[_KEY, key] = value
+        for key, value in unknown.items():
+            written[(_without_underscore(key),)] = value
+
+        # What the method takes
+        chosen = None
+        if not any(mistake.location[0] == "method" for mistake in mistakes):
+            chosen = values.get("method", cls.model_fields["method"].default)
         methods = cls._methods_of(chosen)
         parameters = _own_parameters(methods)
         called = {parameter.called(in_rules=cls.in_rules): parameter for parameter in parameters.values()}
+
         read: dict[str, Any] = {}
         for location, value in written.items():
             key = location[-1]
-            if value is None:
+            if value is None:  # as if it were absent
                 continue
             if key not in called:
                 mistakes += cls._not_own(location, value, methods, called)
@@ -65,13 +73,16 @@ class MethodFields(Declared):
                 read_value = _reader_of(cls, called[key])  # type: ignore[arg-type]  # a class, which can be hashed
                 read[called[key].name] = read_value(value, source)
             except Mistakes as error:
-                mistakes += [replace(mistake, location=(*location, *mistake.location)) for mistake in error.mistakes]
+                for mistake in error.mistakes:
+                    mistakes.append(replace(mistake, location=(*location, *mistake.location)))
         values[_KEY] = cls._completed(read, parameters)
 
     @classmethod
     def _methods_of(cls, chosen: Any) -> list[str]:
         """The methods that may have a parameter; all of them if `method` is wrong, which is said already."""
-        return list(BUILT_IN) if chosen is None else [chosen]
+        if chosen is None:
+            return list(BUILT_IN)
+        return [chosen]
 
     @classmethod
     def _completed(cls, values: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> dict[str, Any]:
@@ -95,6 +106,7 @@ class MethodFields(Declared):
         """The type of a parameter's values, with its bounds."""
         if parameter.choices:
             return Literal[parameter.choices]
+
         bounds = {"gt": parameter.gt, "ge": parameter.ge, "lt": parameter.lt, "le": parameter.le}
         return Annotated[parameter.kind, field(**bounds)]
 
@@ -104,9 +116,12 @@ class MethodFields(Declared):
     ) -> list[Mistake]:
         """The mistake in a key that is not a parameter of these methods; none if it is another's, at its default."""
         key = location[-1]
-        other = next((p for p in PARAMETERS.values() if key == p.called(in_rules=cls.in_rules)), None)
-        if other is None:
+        others = [parameter for parameter in PARAMETERS.values() if key == parameter.called(in_rules=cls.in_rules)]
+        if not others:
             return [replace(Mistake.of_unknown_key(key, {*cls.known_keys(), *called}), location=location)]
+
+        # At its default, another method's parameter asks for nothing.
+        other = others[0]
         if value == other.default:
             return []
         if other.shared:
@@ -119,6 +134,7 @@ class MethodFields(Declared):
     def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
         if name != _KEY:
             return {name: value}
+
         own = _own_parameters(self._methods_of(self.__dict__["method"]))
         entries: dict[str, Any] = {}
         for parameter_name, one in value.items():
@@ -126,7 +142,9 @@ class MethodFields(Declared):
             is_needed = one != parameter.default or (parameter.required and not self.in_rules)
             if is_needed or not without_defaults:
                 entries[parameter.called(in_rules=self.in_rules)] = one
-        return dict(sorted(entries.items())) if self.in_rules else entries
+        if self.in_rules:
+            return dict(sorted(entries.items()))
+        return entries
 
 
 def _own_parameters(methods: Iterable[str]) -> dict[str, Parameter]:
@@ -140,7 +158,9 @@ def _own_parameters(methods: Iterable[str]) -> dict[str, Parameter]:
 
 def _without_underscore(key: Any) -> Any:
     """`lambda` for `lambda_`, which Python users have to write."""
-    return key[:-1] if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]) else key
+    if isinstance(key, str) and key.endswith("_") and keyword.iskeyword(key[:-1]):
+        return key[:-1]
+    return key
 
 
 @cache

@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple, TypeVar, cast
 
 from adapterswap.core.changes.kinds import Change, Storage, Term, Terms, Whole
@@ -187,12 +186,19 @@ class Slot(Terms):
         if owner is None and rule is not None:
             owner_label = rule.joint_owner
 
-        total_rank, summed = 0, dict[str, float]()
+        total_rank = 0
+        summed: dict[str, float] = {}
         for term in terms:
             lora = term.change.lora
-            total_rank += 0 if lora is None else lora.rank
+            if lora is not None:
+                total_rank += lora.rank
             summed[term.expert] = summed.get(term.expert, 0.0) + term.coefficient
 
+        coefficients: str | dict[str, float] = summed
+        if owner is not None:
+            coefficients = owner
+
+        # The dataclass is frozen, but these are set once, here.
         self.__dict__.update(
             storage=Storage.of(terms, self.empty),
             is_stored=is_stored,
@@ -200,7 +206,7 @@ class Slot(Terms):
             is_linear=is_linear,
             owner=owner,
             owner_label=owner_label,
-            coefficients=summed if owner is None else owner,
+            coefficients=coefficients,
             absent=tuple(name for name in self.requested if name not in summed),
             total_rank=total_rank,
         )
@@ -234,8 +240,11 @@ class Slot(Terms):
             return Span(0, self._rows, self.terms, self._base_by_side(self.rule.sides))
 
         rest = 1 - math.fsum(term.coefficient for term in self.terms if term.change.replaces)
-        added = rest if abs(rest) > _NOTHING else None
-        share = (BaseShare(added),) if added or self._computes_with_base else ()
+        share: tuple[BaseShare, ...] = ()
+        if abs(rest) > _NOTHING:
+            share = (BaseShare(rest),)
+        elif self._computes_with_base:
+            share = (BaseShare(None),)
         return Span(0, self._rows, self.terms, share)
 
     def _base_by_side(self, sides: Mapping[str, Mapping[str, float]]) -> tuple[BaseShare, ...]:
@@ -249,6 +258,8 @@ class Slot(Terms):
         for side, share in replaced.items():
             if share < 1 and not math.isclose(share, 1):
                 shares.append(BaseShare(1 - share, side=side))
+
+        # PEFT computes an opaque change from the base's weight, even where nothing of the base is added.
         if self.opaque and not shares:
             return (BaseShare(None, side=self.opaque[0].side),)
         return tuple(shares)
@@ -304,8 +315,10 @@ class Slot(Terms):
     @property
     def needs_base(self) -> bool:
         """Whether the base's own numbers enter."""
-        spans = (self.ordinary, *self.spans)
-        return any(share.copy is None for share in chain.from_iterable(span.base for span in spans))
+        shares = list(self.ordinary.base)
+        for span in self.spans:
+            shares += span.base
+        return any(share.copy is None for share in shares)
 
     @property
     def _computes_with_base(self) -> bool:
@@ -325,6 +338,7 @@ class Slot(Terms):
         """The trained tokens whose rows it holds, in the order of its tensor."""
         if self.owner is not None:
             return self.whole[0].change.rows
+
         rows: list[int] = []
         for span in self.spans:
             rows += range(span.start, span.stop)
@@ -355,6 +369,8 @@ class Slot(Terms):
             return None
         if not self.terms:
             return self.base
+
+        # A low-rank owner has no tensor to copy: the base's weight plus its ΔW has to be computed.
         if self.owner is not None and self.whole:
             return self.whole[0].change
         return None
@@ -374,9 +390,10 @@ class Slot(Terms):
 
 def shared_out(terms: Sequence[Term[_Kind]]) -> tuple[Term[_Kind], ...]:
     """The terms with coefficients that add up to 1: their shares of the sum, or equal ones if one is not above 0."""
-    total = math.fsum(term.coefficient for term in terms)
     if any(term.coefficient <= 0 for term in terms):
         return tuple(term._replace(coefficient=1 / len(terms)) for term in terms)
+
+    total = math.fsum(term.coefficient for term in terms)
     return tuple(term._replace(coefficient=term.coefficient / total) for term in terms)
 
 
@@ -390,7 +407,9 @@ def mixture(rule: Rule, weights: Mapping[str, float], method: str) -> str:
     text = blend_text(weights)
     if method != "linear":
         text = f"{method}({text}){_parameters_text(rule)}"
-    return f"{text}, weighted by magnitude" if rule.weights else text
+    if rule.weights:
+        text += ", weighted by magnitude"
+    return text
 
 
 def _parameters_text(rule: Rule) -> str:
@@ -402,6 +421,12 @@ def _parameters_text(rule: Rule) -> str:
         value = rule.parameters[parameter.name]
         if not parameter.required and value == parameter.default:
             continue
-        text = f"{value:g}" if parameter.kind is float else str(value)
+
+        text = str(value)
+        if parameter.kind is float:
+            text = f"{value:g}"
         listed.append(f"{parameter.name} {text}")
-    return f" at {', '.join(listed)}" if listed else ""
+
+    if not listed:
+        return ""
+    return f" at {', '.join(listed)}"

@@ -49,12 +49,16 @@ class Target(Flag):
     @property
     def called(self) -> str:
         """What messages and docs/adapters.md call it."""
-        return _WORDS[self][0] if self in _WORDS else ""
+        if self not in _WORDS:  # `PLAN`, and combinations
+            return ""
+        return _WORDS[self][0]
 
     @property
     def otherwise(self) -> str:
         """What to do instead."""
-        return _WORDS[self][1] if self in _WORDS else ""
+        if self not in _WORDS:
+            return ""
+        return _WORDS[self][1]
 
     def check(self, plan: Plan, **facts: Any) -> None:
         """Raise if a plan has something that the target cannot hold; `facts` are fields of `Facts`."""
@@ -68,15 +72,19 @@ class Target(Flag):
         `name` is what a server's client called the composition.
         """
         f = Facts(self, plan, **facts)
+
         faults: list[_Fault] = []
         for key, adapter in plan.adapters.items():
             faults += _faults("expert", adapter, replace(f, expert=key))
         faults += _faults_of_slots(plan, f)
-        _add(faults or _faults("plan", plan, f), f, problems, name)
+        if not faults:
+            faults = _faults("plan", plan, f)
+        _add(faults, f, problems, name)
 
     def check_expert(self, adapter: Adapter, name: str, parameter: str | None = None) -> None:
         """Raise if the target cannot hold an expert, which messages call `name`."""
-        problems, f = Problems(), Facts(self, parameter=parameter, expert=name)
+        problems = Problems()
+        f = Facts(self, parameter=parameter, expert=name)
         _add(_faults("expert", adapter, f), f, problems)
         problems.raise_if_any()
 
@@ -171,7 +179,10 @@ class Facts:
     @cached_property
     def opaque(self) -> list[tuple[str, OpaqueModule]]:
         """The opaque changes that enter, with their experts."""
-        return [(term.expert, term.change.part) for slot in self.plan or () for term in slot.opaque]
+        opaque: list[tuple[str, OpaqueModule]] = []
+        for slot in self.plan or ():
+            opaque += [(term.expert, term.change.part) for term in slot.opaque]
+        return opaque
 
     @cached_property
     def kinds(self) -> Mapping[str, str]:
@@ -179,6 +190,7 @@ class Facts:
         kinds: dict[str, str] = {}
         if self.plan is None:
             return kinds
+
         for name, adapter in self.plan.adapters.items():
             if adapter.opaque:
                 kinds[name] = next(iter(adapter.opaque.values())).method
@@ -187,12 +199,16 @@ class Facts:
     @property
     def tokens(self) -> list[Slot]:
         """The modules with trained tokens."""
-        return [] if self.plan is None else [*self.plan.tokens.values()]
+        if self.plan is None:
+            return []
+        return list(self.plan.tokens.values())
 
     @cached_property
     def changed(self) -> list[Slot]:
         """The changed modules that are not held in full."""
-        return [] if self.plan is None else [slot for slot in self.plan.modules.values() if slot.terms]
+        if self.plan is None:
+            return []
+        return [slot for slot in self.plan.modules.values() if slot.terms]
 
 
 class Culprit(NamedTuple):
@@ -252,7 +268,8 @@ def _faults(of: str, subject: Adapter | Plan, f: Facts) -> list[_Fault]:
 
 def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
     """The first culprit in each slot; of several for one limit only the first, if that is enough for the target."""
-    limits, found = _limits("slot", f.target), set[Limit]()
+    limits = _limits("slot", f.target)
+    found = set[Limit]()
     for slot in plan:
         for limit in limits:
             culprit = next(limit.find(slot, f), None)
@@ -265,12 +282,17 @@ def _faults_of_slots(plan: Plan, f: Facts) -> Iterator[_Fault]:
 
 
 def _add(faults: Iterable[_Fault], f: Facts, problems: Problems, name: str = "") -> None:
+    """Add faults to the problems, each with the class of its limit; `name` comes before the messages."""
     for limit, culprit in faults:
-        message = f"{name}: {culprit.message}" if name else culprit.message
+        message = culprit.message
+        if name:
+            message = f"{name}: {message}"
         problems.add(message, culprit.remedy, parameter=culprit.parameter or f.parameter, kind=limit.kind)
 
 
-_of_expert, _of_slot, _of_plan = (partial(Limit, of) for of in ("expert", "slot", "plan"))
+_of_expert = partial(Limit, "expert")
+_of_slot = partial(Limit, "slot")
+_of_plan = partial(Limit, "plan")
 
 _OPAQUE = "DoRA, OFT, (IA)³ and other changes that are not s·B·A"
 _AVERAGED = "averages of DoRA, OFT, (IA)³ …, and methods on them"
@@ -285,12 +307,14 @@ _THRESHOLD = "`row_threshold`"
 @_of_expert(_OPAQUE, _SERVERS | Target.GGUF | Target.DIFF | Target.ANALYZE)
 def _not_lora(adapter: Adapter, f: Facts) -> Found:
     for part in adapter.opaque.values():
-        if f.enters(part.name):
-            converted = "" if part.is_linear else "Convert it to rsLoRA with `convert`. Or: "
-            yield Culprit(
-                f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A",
-                f"{converted}{f.otherwise}",
-            )
+        if not f.enters(part.name):
+            continue
+        remedy = f.otherwise
+        if not part.is_linear:
+            remedy = f"Convert it to rsLoRA with `convert`. Or: {remedy}"
+        yield Culprit(
+            f"{f.expert} is {part.method} ({part.name}), but {f.holder} needs changes of the form s·B·A", remedy
+        )
 
 
 @_of_expert(_OPAQUE, Target.LIVE, {Target.LIVE: "only DoRA and `lora_bias`"})
@@ -304,7 +328,9 @@ def no_variant_of_lora(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert(_TOKENS, _SERVERS | Target.LIVE | Target.GGUF)
 def _with_tokens(adapter: Adapter, f: Facts) -> Found:
-    if any(map(f.enters, adapter.tokens)) or (adapter.config.trained_tokens and not adapter.tokens):
+    # A config may name tokens of which the file has no rows.
+    only_named = adapter.config.trained_tokens and not adapter.tokens
+    if only_named or any(map(f.enters, adapter.tokens)):
         yield Culprit(
             f"{f.expert} has trained tokens (trainable_token_indices), which {f.holder} cannot use", f.otherwise
         )
@@ -336,8 +362,12 @@ def _with_saved(adapter: Adapter, f: Facts) -> Found:
 def _tied_experts(adapter: Adapter, f: Facts) -> Found:
     if not adapter.config.tied:
         return
-    tied = [module.name for module in adapter.modules.values() if module.embedding]
-    for module in adapter.saved if f.target is Target.LIVE else tied:
+
+    if f.target is Target.LIVE:  # where PEFT ties LoRA itself
+        tied = list(adapter.saved)
+    else:
+        tied = [module.name for module in adapter.modules.values() if module.embedding]
+    for module in tied:
         yield Culprit(
             f"{f.expert} trained {module} together with what is tied to it (ensure_weight_tying), which {f.holder} "
             "does not support",
@@ -358,6 +388,7 @@ def _of_a_mixture(adapter: Adapter, f: Facts) -> Found:
 
 @_of_expert("trained biases, and whole weights outside `modules_to_save`", Target.LIVE)
 def over_the_base(adapter: Adapter, f: Facts) -> Found:
+    # Modules in `modules_to_save` are copies beside the base's own; other whole weights are loaded over these.
     ends = tuple(adapter.config.modules_to_save)
     over = []
     for module in adapter.saved:
@@ -366,10 +397,14 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
             over.append(module)
     over += [key for key in adapter.file.tensors if key.endswith(".original_module.weight")]
 
-    what = f"whole weights ({over[0]})" if over else ""
+    what = ""
     if adapter.config.bias != "none":
-        named = "".join(f", such as {module}" for module in [*adapter.saved][:1])
-        what = f"trained biases of the base (bias: {adapter.config.bias}{named})"
+        what = f"bias: {adapter.config.bias}"
+        if adapter.saved:
+            what += f", such as {next(iter(adapter.saved))}"
+        what = f"trained biases of the base ({what})"
+    elif over:
+        what = f"whole weights ({over[0]})"
     if what:
         yield Culprit(
             f"{f.expert} carries {what}, with which PEFT would overwrite the base's own for every expert", f.otherwise
@@ -383,6 +418,7 @@ def over_the_base(adapter: Adapter, f: Facts) -> Found:
 def _different_rows(slot: Slot, f: Facts) -> Found:
     if not slot.spans:
         return
+
     expert = slot.factors_by_rows
     if expert is None and f.target is Target.LIVE:
         expert = "NAME"
@@ -412,9 +448,11 @@ def averaged(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("blends of LoRA on a module with the module in full", _FILES | Target.LIVE)
 def _beside_a_copy(slot: Slot, f: Facts) -> Found:
-    others = [term.expert for term in slot.low_rank] + [term.expert for term in slot.opaque]
+    others = [term.expert for term in slot.low_rank]
+    others += [term.expert for term in slot.opaque]
     if not others:
         return
+
     for term in slot.whole:
         yield Culprit(
             f"{slot.name} is a blend of {term.expert}, which holds it in full (modules_to_save), and "
@@ -465,12 +503,13 @@ def _needs_the_base(slot: Slot, f: Facts) -> Found:
 
 @_of_slot("methods on LoRA's factors, magnitude weights and `row_threshold`, with other changes than LoRA", Target.PLAN)
 def _without_factors(slot: Slot, f: Facts) -> Found:
-    rule, threshold = slot.rule, f.plan is not None and f.plan.composition.row_threshold is not None
+    rule = slot.rule
+    threshold = f.plan is not None and f.plan.composition.row_threshold is not None
     if rule is None or not (rule.needs_factors or rule.weights or threshold):
         return
 
     for name in slot.requested:
-        if name not in f.kinds:
+        if name not in f.kinds:  # it is LoRA
             continue
         kind = f.kinds[name]
         if threshold:
@@ -483,6 +522,7 @@ def _without_factors(slot: Slot, f: Facts) -> Found:
 
     if not rule.needs_factors:
         return
+
     for term in slot.whole:
         yield Culprit(
             f"{rule.method} works on LoRA's factors, but {term.expert} holds whole weights",
@@ -539,8 +579,9 @@ def _nothing(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("compositions without the head of a `task_type`", _FILES)
 def _lost_head(plan: Plan, f: Facts) -> Found:
+    heads = TASK_HEADS.get(plan.task_type or "", ())
     for name, slot in plan.saved.items():
-        if not slot.terms and name.rpartition(".")[2] in TASK_HEADS.get(plan.task_type or "", ()):
+        if not slot.terms and name.rpartition(".")[2] in heads:
             yield Culprit(
                 f"The rule `{slot.rule}` gives {name} to the base, but PEFT cannot load an adapter for "
                 f"{plan.task_type} without it",
@@ -552,8 +593,8 @@ def _lost_head(plan: Plan, f: Facts) -> Found:
 def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
     if not f.tokens:
         return
-    first = f.tokens[0]
 
+    first = f.tokens[0]
     beside = [f"{expert} is {part.method}" for expert, part in f.opaque if part.lora is None]
     if not f.changed:
         for name, slot in plan.saved.items():
@@ -572,15 +613,20 @@ def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
 def _mixed(plan: Plan, f: Facts) -> Found:
     if not f.opaque:
         return
+
     expert, first = f.opaque[0]
     remedy = f"Give all modules to experts of one kind. Or: {f.otherwise}"
-    lora = [(slot.name, term) for slot in f.changed for term in slot.low_rank]
+    lora = []
+    for slot in f.changed:
+        lora += [(slot.name, term) for term in slot.low_rank]
 
+    # Beside LoRA: of the variants with factors, only DoRA needs more than LoRA has.
     if lora and (first.lora is None or first.settings.get("use_dora")):
-        norms = ". Writing LoRA as DoRA would need the norms of the base's weights" if first.lora is not None else ""
         name, term = lora[0]
-        what = f"{expert} is {first.method} and {term.expert} is LoRA ({name})"
-        yield Culprit(f"{what}, but an adapter holds only one kind{norms}", remedy)
+        what = f"{expert} is {first.method} and {term.expert} is LoRA ({name}), but an adapter holds only one kind"
+        if first.lora is not None:
+            what += ". Writing LoRA as DoRA would need the norms of the base's weights"
+        yield Culprit(what, remedy)
 
     if first.settings.get("lora_bias"):
         for name, term in lora:
@@ -591,6 +637,7 @@ def _mixed(plan: Plan, f: Facts) -> Found:
                     f"Give {name} to an expert without LoRA on it. Or: {f.otherwise}",
                 )
 
+    # Beside each other
     for other, part in f.opaque:
         if part.method != first.method:
             what = f"{expert} is {first.method} and {other} is {part.method}"
@@ -608,8 +655,12 @@ def _differing(first: OpaqueModule, second: OpaqueModule) -> str:
 
     ours = PeftConfig.from_peft_type(peft_type=first.peft_type, **first.settings).to_dict()
     theirs = PeftConfig.from_peft_type(peft_type=second.peft_type, **second.settings).to_dict()
-    keys = sorted({*first.settings, *second.settings} & ours.keys())
-    return "; ".join(f"{key} is {ours[key]!r} and {theirs[key]!r}" for key in keys if ours[key] != theirs[key])
+
+    differing = []
+    for key in sorted({*first.settings, *second.settings} & ours.keys()):
+        if ours[key] != theirs[key]:
+            differing.append(f"{key} is {ours[key]!r} and {theirs[key]!r}")
+    return "; ".join(differing)
 
 
 @_of_plan(_OPAQUE, Target.PORTABLE)
@@ -623,8 +674,10 @@ def not_plain(plan: Plan, f: Facts) -> Found:
 
 @_of_plan("DoRA above `max_rank`", _FILES)
 def _too_high(plan: Plan, f: Facts) -> Found:
+    if not f.max_rank:
+        return
     for expert, part in f.opaque:
-        if part.lora is not None and not part.is_linear and (f.max_rank or part.lora.rank) < part.lora.rank:
+        if part.lora is not None and not part.is_linear and part.lora.rank > f.max_rank:
             yield Culprit(
                 f"{part.name} has rank {part.lora.rank}, but {expert} is {part.method}, which cannot be truncated",
                 f"Pass `max_rank={part.lora.rank}` or more, or leave it out",
@@ -643,7 +696,8 @@ def _lost_width(plan: Plan, f: Facts) -> Found:
 
     result = {_leaf(slot) for slot in plan if slot.opaque}
     for expert, part in sharing.items():
-        for lost in sorted({_leaf(module) for module in plan.adapters[expert].opaque.values()} - result):
+        own = {_leaf(module) for module in plan.adapters[expert].opaque.values()}
+        for lost in sorted(own - result):
             yield Culprit(
                 f"the result has no module like {lost} of {expert}, but the widest module decides the width of the "
                 f"projections that {part.method} shares",
@@ -653,18 +707,22 @@ def _lost_width(plan: Plan, f: Facts) -> Found:
 
 def _leaf(module: Slot | OpaqueModule) -> str:
     """A module's name without its layer's number; modules that share it have the same shape in nearly all models."""
-    return module.name if module.layer is None else module.name.replace(f".{module.layer}.", ".", 1)
+    if module.layer is None:
+        return module.name
+    return module.name.replace(f".{module.layer}.", ".", 1)
 
 
 @_of_plan("(IA)³ on inputs and outputs of modules whose names end alike", _FILES)
 def _indistinct(plan: Plan, f: Facts) -> Found:
     if not f.opaque or f.opaque[0][1].peft_type != "IA3":
         return
+
     inputs = {}
     for slot in plan:
         if slot.opaque:
             inputs[slot.name] = any(not term.change.part.on_bias for term in slot.opaque)
 
+    # PEFT matches `feedforward_modules` against the ends of names.
     ends = tuple(name for name, scales in inputs.items() if scales)
     for name, scales in inputs.items():
         if ends and not scales and name.endswith(ends):
@@ -682,6 +740,7 @@ _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, g
 def _unfused(plan: Plan, f: Facts) -> Found:
     if not any(ModuleKeys(slot.name).is_fused for slot in f.changed):
         return
+
     fused = [name for name in plan.modules if ModuleKeys(name).is_fused]
 
     reasons = []
@@ -699,7 +758,7 @@ def _unfused(plan: Plan, f: Facts) -> Found:
     for name in fused:
         start, _, within = name.rpartition(".experts.")
         names_within.setdefault(start, set()).add(within)
-    required = set().union(*names_within.values())
+    required = set().union(*names_within.values())  # the names with the expert's number, such as `3.up_proj`
     for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
         for one, other in pairs:
             required |= {f"{name.removesuffix(one)}{other}" for name in required if name.endswith(one)}
@@ -802,13 +861,14 @@ def clash(experts: Mapping[str, tuple[Collection[str], Collection[str]]]) -> str
     for expert, (in_full, _) in experts.items():
         for name in in_full:
             for second, (in_full_there, changed) in experts.items():
-                candidates = (part for part in changed if part.startswith(f"{name}.") or part == name)
-                adapted = next((part for part in candidates if part != name or name not in in_full_there), None)
-                if adapted is not None:
-                    return (
-                        f"{expert} holds {name} in full and {second} adapts {adapted}, which PEFT cannot hold side "
-                        "by side"
-                    )
+                for part in changed:
+                    # Two experts may both hold a module in full; PEFT keeps a copy for each.
+                    is_adapted = part == name and name not in in_full_there
+                    if is_adapted or part.startswith(f"{name}."):
+                        return (
+                            f"{expert} holds {name} in full and {second} adapts {part}, which PEFT cannot hold side "
+                            "by side"
+                        )
     return None
 
 
