@@ -263,7 +263,7 @@ def test_choices_have_one_order() -> None:
 DENSITIES = {
     "": Density(conditionals=16, comprehensions=49, nested=1, used_once=18, bare=4),
     "kit": Density(conditionals=13, comprehensions=27, nested=1, used_once=16, bare=3),
-    "core": Density(conditionals=20, comprehensions=53, nested=1, used_once=17, bare=5),
+    "core": Density(conditionals=16, comprehensions=51, nested=1, used_once=17, bare=5),
     "engines": Density(conditionals=11, comprehensions=36, nested=1, used_once=20, bare=1),
     "tools": Density(conditionals=7, comprehensions=70, nested=1, used_once=24, bare=1),
     "experiments": Density(conditionals=19, comprehensions=49, nested=1, used_once=16, bare=4),
