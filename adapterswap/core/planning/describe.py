@@ -211,7 +211,7 @@ class Picture(NamedTuple):
 
         # The layers' numbers: the tens above, then the last digits
         if self.depth > 10:
-            tens = "".join(f"{ten}{' ' * 9}" for ten in range((self.depth - 1) // 10 + 1))
+            tens = "".join(f"{ten:<10}" for ten in range((self.depth - 1) // 10 + 1))
             lines.append(f"{margin}  {tens.rstrip()}")
         digits = "".join(str(layer % 10) for layer in range(self.depth))
         lines.append(f"{margin}  {digits}")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import adapterswap
 from adapterswap import Composition
 from adapterswap.core.planning.depth import find_num_layers
+from adapterswap.core.planning.describe import Picture
 from adapterswap.core.planning.facts import BaseFacts
 from adapterswap.kit.errors import (
     BaseModelError,
@@ -283,3 +284,15 @@ def test_weights_that_replaced_those_of_a_slice(expert: Callable[..., Path], tmp
         adapterswap.convert(core, tmp_path / "converted")
     (core / "adapterswap.json").unlink()
     assert adapterswap.open_adapter(core).modules.keys() == adapterswap.open_adapter(expert(seed=2)).modules.keys()
+
+
+def test_the_ruler_of_a_deep_model() -> None:
+    """Each ten stands over its layer, also where it has two digits."""
+    picture = Picture({"layers": "m" * 126}, 126, {"m": "math"}, ("m",), ())
+    tens, digits, row, _ = picture.text.splitlines()
+    start = row.index("m")
+    for ten in range(13):
+        place = start + 10 * ten
+        assert tens[place:].startswith(str(ten))
+        assert tens[place - 1].isspace()
+        assert digits[place] == "0"
