@@ -30,16 +30,17 @@ def with_rows_of_base(slot: Slot, spans: Sequence[Span], problems: Problems) -> 
     if next_row < count:
         complete.append(Span(next_row, count, (), base))
 
-    odd = next((span for span in complete if not span.terms and span.stop > count), None)
-    if odd is not None:
-        problems.add(
-            f"The tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no expert "
-            f"trained row {max(count, odd.start)}",
-            "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
-            parameter="base_model",
-            kind=BaseModelError,
-        )
-        return slot
+    # Between trained tokens beyond the base's rows there may be some that nobody has.
+    for span in complete:
+        if not span.terms and span.stop > count:
+            problems.add(
+                f"The tokens up to {next_row - 1} of {slot.name} were trained, but the base has {count} rows and no "
+                f"expert trained row {max(count, span.start)}",
+                "Resize the base's vocabulary as for training, save it, and pass it as `base_model`",
+                parameter="base_model",
+                kind=BaseModelError,
+            )
+            return slot
     return slot.with_spans(complete)
 
 
@@ -62,11 +63,16 @@ def with_lent_rows(
     for name, slot in slots.items():
         if not slot.has_tokens:
             continue
+
+        low_rank = list(slot.low_rank)
+        for span in slot.spans:
+            low_rank += span.low_rank
         size = stored[name].tensor.shape[0]
-        if any(_factor_rows(term) > size for part in (slot, *slot.spans) for term in part.low_rank):
+        if any(_factor_rows(term) > size for term in low_rank):
             extended[name] = _with_copies(slot, size, problems)
         elif any(_factor_rows(term) > size for term in slot.opaque):
             extended[name] = _on_copy(slot, size, problems)
+
     if tied is not None:
         for untied, other in ((tied.head, tied.embedding), (tied.embedding, tied.head)):
             extended[untied] = _without_factors(extended[untied], extended[other])
@@ -78,7 +84,9 @@ def _factor_rows(term: Term[Change]) -> int:
     lora = term.change.lora
     if lora is None:
         return 0
-    return lora.in_features if term.change.transposed else lora.out_features
+    if term.change.transposed:
+        return lora.in_features
+    return lora.out_features
 
 
 def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
@@ -96,12 +104,15 @@ def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
     if copy is None or copy.shape[0] < total:
         _report_no_copy(term, slot.module, size, problems)
         return slot
+
+    # It has no coefficient: the change is computed from the copy, and nothing else is added.
     lent = BaseShare(None, term.expert, Whole(term.change.path, {"weight": copy}), term.side)
     return slot.with_spans([Span(0, total, slot.terms, (lent,), is_new=True)])
 
 
 def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
     """An embedding or head with LoRA; the base has only the first `size` of its rows."""
+    # The copies stand in for the base's rows in a sum. Other methods would also compare experts by them.
     if not slot.is_linear or slot.opaque:
         problems.add(
             f"{slot.name} has LoRA of a resized vocabulary, whose rows can only be added up, but its method is "
@@ -111,15 +122,20 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
             kind=UnsupportedError,
         )
         return slot
+
     spans = slot.spans
     if not spans:
         total = max(_factor_rows(term) for term in slot.low_rank)
         spans = replace(slot.ordinary, stop=size), replace(slot.ordinary, start=size, stop=total, is_new=True)
-    complete = []
+
+    complete: list[Span] = []
     for span in spans:
+        # The base has these rows, or they have no share of it.
         if span.stop <= size or span.rest == 0:
             complete.append(span)
             continue
+
+        # The plan's rows would have been split at the base's last one if it had been known.
         if span.start < size:
             problems.add(
                 f"The base has {size} rows of {slot.name}, which was not known when the experts were composed",
@@ -128,7 +144,9 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
                 kind=BaseModelError,
             )
             return slot
-        lent = []
+
+        # Each expert lends its copy by its share of the span, so that together they have the base's coefficient.
+        lent: list[BaseShare] = []
         for term in shared_out(span.low_rank):
             copy = term.change.copy
             if copy is None or copy.shape[0] < span.stop:
@@ -141,6 +159,7 @@ def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
 
 
 def _report_no_copy(term: Term[Change], module: str, size: int, problems: Problems) -> None:
+    """Report an expert whose factors are for rows that neither the base nor a copy in the adapter has."""
     problems.add(
         f"{term.expert} has {term.change.method} on {_factor_rows(term)} rows of {module}, but the base has {size}, "
         "and the adapter holds no copy of the others",
@@ -153,20 +172,27 @@ def _report_no_copy(term: Term[Change], module: str, size: int, problems: Proble
 
 def _without_factors(slot: Slot, other: Slot) -> Slot:
     """An embedding or head without LoRA, with the new rows of `other`, to which it is tied in the base."""
-    added = [span for span in other.spans if span.stop > slot.shape[0]]
-    if slot.spans or not added or not all(0 < len(_lent(span)) == len(span.terms) for span in added):
+    count = slot.shape[0]
+    added = [span for span in other.spans if span.stop > count]
+    if slot.spans or not added:
         return slot
-    spans = [replace(slot.ordinary, stop=slot.shape[0])]
     for span in added:
-        terms = _lent(span) if span.rest else shared_out(_lent(span))  # PEFT computes DoRA from the copy
-        spans.append(Span(max(span.start, slot.shape[0]), span.stop, terms, is_new=True))
+        if not 0 < len(_lent(span)) == len(span.terms):
+            return slot  # not all of the experts lend a copy
+
+    spans = [replace(slot.ordinary, stop=count)]
+    for span in added:
+        terms = _lent(span)
+        if not span.rest:  # PEFT computes DoRA from the copy, which has no coefficient
+            terms = shared_out(terms)
+        spans.append(Span(max(span.start, count), span.stop, terms, is_new=True))
     return slot.with_spans(spans)
 
 
 def _lent(span: Span) -> tuple[Term[Whole], ...]:
     """The copies that experts lend of rows that the base lacks, as terms."""
-    return tuple(
-        Term(share.expert, share.side, share.coefficient or 0.0, share.copy)
-        for share in span.base
-        if share.copy is not None
-    )
+    terms: list[Term[Whole]] = []
+    for share in span.base:
+        if share.copy is not None:
+            terms.append(Term(share.expert, share.side, share.coefficient or 0.0, share.copy))
+    return tuple(terms)

@@ -51,34 +51,35 @@ def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
     spans: list[Span] = []
     for row in sorted(owners):
         entering = shared_out(owners[row])
-        last = spans[-1] if spans else None
-        follows = (
-            last is not None
-            and (last.stop, last.terms) == (row, entering)
-            and all(term.change.place_of(row) == term.change.place_of(row - 1) + 1 for term in entering)
-        )
         is_new = size is not None and row >= size
-        if last is not None and follows and last.is_new == is_new:
+        last = spans[-1] if spans else None
+        if last is not None and last.is_new == is_new and _continues(last, row, entering):
             spans[-1] = replace(last, stop=row + 1)
         else:
             spans.append(Span(row, row + 1, entering, is_new=is_new))
 
-    total = max(owners) + 1
     settled = replace(slot, terms=shared_out(list(terms.values())), spans=tuple(spans))
-    return settled, total if size is not None and total > size else None
+    total = max(owners) + 1
+    if size is None or total <= size:
+        return settled, None
+    return settled, total
+
+
+def _continues(span: Span, row: int, entering: Sequence[Term[Whole]]) -> bool:
+    """Whether a row comes right after a span, in the result as well as in the tensor of every expert that enters."""
+    if (span.stop, span.terms) != (row, entering):
+        return False
+    return all(term.change.place_of(row) == term.change.place_of(row - 1) + 1 for term in entering)
 
 
 def trained_terms(slot: Slot) -> dict[str, Term[Whole]]:
-    """The terms with trained tokens by expert, which may enter on two sides."""
+    """The terms with trained tokens by expert. One that enters on two sides is one term, with both weights."""
     terms: dict[str, Term[Whole]] = {}
     for term in slot.whole:
         if not term.change.rows:
             continue
-        earlier = terms.get(term.expert)
-        if earlier is None:
-            terms[term.expert] = term._replace(coefficient=term.coefficient + 0.0)
-        else:
-            terms[term.expert] = earlier._replace(coefficient=term.coefficient + earlier.coefficient)
+        first = terms.get(term.expert, term._replace(coefficient=0.0))
+        terms[term.expert] = first._replace(coefficient=first.coefficient + term.coefficient)
     return terms
 
 
@@ -141,9 +142,11 @@ class TokenTable(NamedTuple):
 
     def new(self, expert: str, rows: int) -> dict[int, str | None]:
         """The expert's tokens that the base lacks, by id, for ids below `rows`; None if a token's text is unknown."""
+        # Without a tokenizer, only the rows beyond the base's are known to be new.
         if expert not in self.tokens:
             first = rows if self.size is None else self.size
             return dict.fromkeys(range(first, rows))
+
         added: dict[int, str | None] = {}
         for i, token in sorted(self.tokens[expert].items()):
             if i < rows and self.base.get(i) != token:
@@ -178,17 +181,23 @@ def settle_vocabulary(
     sizes: dict[str, int] = {}
     rows_of: dict[str, Rows] = {}
     for before in slots:
-        changes = {name: by_slot[before.name] for name, by_slot in ends.items() if before.name in by_slot}
+        changes: dict[str, Change] = {}
+        for name, by_slot in ends.items():
+            if before.name in by_slot:
+                changes[name] = by_slot[before.name]
         rows = Rows.of(before, changes, table)
+
         slot, size = before, None
         if before.storage.of_tokens:
             slot, size = with_trained_rows(before, table.size_of(before))
         elif rows is not None:
             rows_of[before.name] = rows
             slot, size = _settled(rows)
+        settled.append(slot)
+
+        # Sizes are compared with one another and with `vocab_size`, which leaves out the extra rows.
         if size is not None:
             sizes[slot.name] = size - table.extra(slot.module)
-        settled.append(slot)
 
     notes = _notes(table, _new_tokens(settled, table), sizes, is_model=is_model)
     return Vocabularies(settled, notes, slots, composition, table, rows_of, sizes, is_model)
@@ -201,10 +210,14 @@ def _new_tokens(slots: Iterable[Slot], table: TokenTable) -> dict[int, tuple[str
         for span in slot.spans:
             if not span.is_new:
                 continue
+
             owner = span.terms[0].expert
+            texts = table.tokens.get(owner)
             for i in range(span.start, span.stop):
-                if owner not in table.tokens or i in table.tokens[owner]:  # else a row without a token
-                    new.setdefault(i, (owner, table.tokens.get(owner, {}).get(i)))
+                if texts is None:
+                    new.setdefault(i, (owner, None))
+                elif i in texts:  # else a row without a token, such as padding
+                    new.setdefault(i, (owner, texts[i]))
     return new
 
 
@@ -227,7 +240,9 @@ def _are_alike(
     folders = [expert.source.folder for expert in experts.values()]
     if base is not None:
         folders.append(base.source.folder)
-    return len({tokenizer_bytes(folder) for folder in folders} - {None}) < 2
+    different = {tokenizer_bytes(folder) for folder in folders}
+    different.discard(None)  # a folder without a tokenizer contradicts nobody
+    return len(different) < 2
 
 
 def _token_table(
@@ -238,6 +253,8 @@ def _token_table(
 ) -> TokenTable:
     """The tokens of the base and the experts."""
     unreadable = Problems()
+
+    # The base's config is fetched only for a result that has weights in full and needs the base's for them.
     local = base.local
     is_needed = base.declared is not None and any(slot.storage.in_full and slot.needs_base for slot in slots)
     if is_needed and base.weights is None and local.config is None:
@@ -263,22 +280,37 @@ def _token_table(
     if folder is not None:
         with unreadable.collect():
             of_base = read_tokens(folder)
-    if of_base is None:  # assume the tokens that all experts share
-        row_counts: list[float] = []
-        for by_name in ends.values():
-            for change in by_name.values():
-                count = min(change.rows) if change.rows else change.height
-                if count is not None:
-                    row_counts.append(count)
-        most = size or min(row_counts, default=math.inf)
+    if of_base is None:
+        of_base = _shared_tokens(tokens, size or _fewest_rows(ends))
 
-        everywhere: set[tuple[int, str]] = set()
-        if tokens:
-            everywhere = set.intersection(*(set(listed.items()) for listed in tokens.values()))
-        of_base = {i: token for i, token in everywhere if i < most}
     is_named = base.reference is not None or base.weights is not None
-    errors = (unreadable.as_error(),) if unreadable else ()
+    errors: tuple[AdapterswapError, ...] = ()
+    if unreadable:
+        errors = (unreadable.as_error(),)
     return TokenTable(config, size, of_base, tokens, is_named, errors)
+
+
+def _fewest_rows(ends: Mapping[str, Mapping[str, Change]]) -> float:
+    """An upper bound of the base's rows, by the experts alone: it has no more than the smallest of them.
+
+    Any trained token may be a new one, so only those before the first are the base's.
+    """
+    fewest = math.inf
+    for changes in ends.values():
+        for change in changes.values():
+            count = min(change.rows) if change.rows else change.height
+            if count is not None:
+                fewest = min(fewest, count)
+    return fewest
+
+
+def _shared_tokens(tokens: Mapping[str, Tokens], stop: float) -> Tokens:
+    """The tokens below `stop` that all experts share: the best guess at those of a base without a tokenizer."""
+    shared: set[tuple[int, str]] | None = None
+    for listed in tokens.values():
+        own = set(listed.items())
+        shared = own if shared is None else shared & own
+    return {i: token for i, token in shared or () if i < stop}
 
 
 @dataclass(frozen=True)
@@ -294,28 +326,42 @@ class Rows:
     @classmethod
     def of(cls, slot: Slot, changes: Mapping[str, Change], table: TokenTable) -> Rows | None:
         """The rows of a slot with these changes; None if nothing changes it as a whole, or nothing says how many."""
-        changes = {name: change for name, change in changes.items() if not change.rows}
-        heights = {name: change.height for name, change in changes.items()}
+        whole = {name: change for name, change in changes.items() if not change.rows}
+        if not whole:
+            return None
+
         table = table._replace(size=table.size_of(slot))
-        if table.size is None and set(heights.values()) <= {None}:
+        heights = {name: change.height for name, change in whole.items()}
+        known = [height for height in heights.values() if height is not None]
+        if table.size is None and not known:
             return None
+
         # A method without factors changes the base's own rows. Every expert has at least these.
-        own = table.size or min(height for height in heights.values() if height is not None)
-        sizes = {name: own if height is None else height for name, height in heights.items()}
-        if not changes:
-            return None
-        return cls(slot, changes, table, sizes, {name: table.new(name, size) for name, size in sizes.items()})
+        own = table.size or min(known)
+        sizes: dict[str, int] = {}
+        new: dict[str, Mapping[int, str | None]] = {}
+        for name, height in heights.items():
+            sizes[name] = own if height is None else height
+            new[name] = table.new(name, sizes[name])
+        return cls(slot, whole, table, sizes, new)
 
     @cached_property
     def new_ids(self) -> set[int]:
+        """The ids of all new tokens, whoever has them."""
         return set().union(*self.new.values())
 
     @cached_property
     def entering(self) -> set[str]:
         """The experts whose rows enter: those of the terms, and owners of new tokens that these lack."""
-        named = {term.expert for term in self.slot.terms}
-        known = set().union(*(self.new[name] for name in named))
-        return named | {name for name, tokens in self.new.items() if not tokens.keys() <= known}
+        entering = {term.expert for term in self.slot.terms}
+        covered: set[int] = set()
+        for name in entering:
+            covered.update(self.new[name])
+
+        for name, tokens in self.new.items():
+            if not tokens.keys() <= covered:
+                entering.add(name)
+        return entering
 
     @property
     def are_separate(self) -> bool:
@@ -332,19 +378,26 @@ class Rows:
         slot = self.slot
         if len({self.sizes[term.expert] for term in slot.terms}) > 1:
             return False
-        if not self.new_ids or (slot.owner is not None and self.new_ids <= self.new.get(slot.owner, {}).keys()):
+        if not self.new_ids:
             return True
+        if slot.owner is not None and self.new_ids <= self.new.get(slot.owner, {}).keys():
+            return True
+
+        # Ids without a text may be different tokens, so they are not the same ones.
         new_tokens = [self.new.get(name, {}) for name in slot.requested]
-        same = all(
-            tokens.keys() == self.new_ids and tokens == new_tokens[0] and None not in tokens.values()
-            for tokens in new_tokens
-        )
-        return same and len(slot.low_rank) == len(slot.terms)
+        for tokens in new_tokens:
+            if tokens.keys() != self.new_ids or tokens != new_tokens[0] or None in tokens.values():
+                return False
+        return len(slot.low_rank) == len(slot.terms)
 
     def spans(self, total: int) -> tuple[Span, ...]:
         """The first `total` rows in order; none if all are computed as the rule says."""
         slot, size = self.slot, self.table.size
-        edges = {0, total, *self.sizes.values(), *self.new_ids, *(i + 1 for i in self.new_ids)}
+
+        # Where rows may begin to be computed in another way: at the end of somebody's rows, around a new token
+        edges = {0, total, *self.sizes.values()}
+        for token in self.new_ids:
+            edges |= {token, token + 1}
         if size is not None:
             edges.add(size)
 
@@ -357,10 +410,14 @@ class Rows:
             else:
                 spans.append(span)
 
-        ordinary = all(span.is_like(slot.ordinary) for span in spans)
-        ordinary = ordinary and all(self.sizes[term.expert] == total for term in slot.terms)
         # Even if all rows have the same terms, merging has to know where the base's rows end.
-        return () if ordinary and size in (None, total) else tuple(spans)
+        if size not in (None, total):
+            return tuple(spans)
+
+        is_ordinary = all(span.is_like(slot.ordinary) for span in spans)
+        if is_ordinary and all(self.sizes[term.expert] == total for term in slot.terms):
+            return ()
+        return tuple(spans)
 
     def _span(self, start: int, stop: int) -> Span:
         """Rows that are computed alike: those of new tokens by the experts that have them, the others by the rule."""
@@ -374,14 +431,18 @@ class Rows:
             if len(entering) == len(slot.terms) and has_base:
                 return replace(slot.ordinary, start=start, stop=stop)
             owners = [name for name, count in self.sizes.items() if count >= stop]
+
+        # The rule names none of those that have these rows, and a result without them would not be complete.
         if not entering:
             entering = [Term(owners[0], owners[0], 1.0, self.changes[owners[0]])]
-
         terms = shared_out(entering)
+
         # The coefficients add up to 1, so the base's is the sum of those that are added to it.
         added = [term.coefficient for term in terms if not term.change.replaces]
         rest = 1.0 if len(added) == len(terms) else sum(added)
-        return Span(start, stop, terms, (BaseShare(rest),) if rest else (), is_new=True)
+        if not rest:
+            return Span(start, stop, terms, is_new=True)
+        return Span(start, stop, terms, (BaseShare(rest),), is_new=True)
 
 
 def _settled(rows: Rows) -> tuple[Slot, int | None]:
@@ -389,8 +450,11 @@ def _settled(rows: Rows) -> tuple[Slot, int | None]:
     slot = rows.slot
     if not slot.terms:
         return slot, None
+
+    # If all rows are computed alike, the module needs no spans, and methods that need the whole weight apply.
     if not rows.are_separate and rows.have_one_rule:
         return slot, max(rows.sizes[term.expert] for term in slot.terms)
+
     total = max(rows.sizes[name] for name in rows.entering)
     return replace(slot, spans=rows.spans(total)), total
 
@@ -401,23 +465,35 @@ def _notes(
     """What becomes of the vocabulary; `new` are its new tokens, `sizes` the rows of embeddings and heads."""
     size = max(sizes.values(), default=0)
     grows = table.size is not None and size > table.size
-    if table.size is not None and 0 < size < table.size and not (is_model and new):
-        shrinkage = f"the vocabulary shrinks from {table.size} to {size} rows"
-        return (shrinkage if is_model else f"{shrinkage}: {_resize(size)}",)
-    if not grows and not (is_model and new):
+    shrinks = table.size is not None and 0 < size < table.size
+    has_new = is_model and bool(new)  # with an adapter, the user has to know only if the size changes
+    if not has_new and not grows and not shrinks:
         return ()
 
+    if shrinks and not has_new:
+        note = f"the vocabulary shrinks from {table.size} to {size} rows"
+    else:
+        listed = _additions(new)
+        note = f"the vocabulary has new tokens{listed}"
+        if grows:
+            note = f"the vocabulary grows from {table.size} to {size} rows{listed}"
+
+    if not is_model:
+        note = f"{note}: {_resize(size)}"
+    return (note,)
+
+
+def _additions(new: Mapping[int, tuple[str, str | None]]) -> str:
+    """The new tokens by their owners, in parentheses; nothing if there are none."""
     by_owner: dict[str, list[str]] = {}
     for i, (owner, token) in new.items():
-        by_owner.setdefault(owner, []).append(repr(token) if token else str(i))
+        text = repr(token) if token else str(i)
+        by_owner.setdefault(owner, []).append(text)
+    if not by_owner:
+        return ""
+
     additions = [f"{and_more(tokens)} of {owner}" for owner, tokens in by_owner.items()]
-    listed = f" ({'; '.join(additions)})" if additions else ""
-    if is_model and not grows:
-        return (f"the vocabulary has new tokens{listed}",)
-    growth = f"the vocabulary grows from {table.size} to {size} rows{listed}"
-    if is_model:
-        return (growth,)
-    return (f"{growth}: {_resize(size)}",)
+    return f" ({'; '.join(additions)})"
 
 
 _ADVICE = "call model.resize_token_embeddings("
@@ -437,7 +513,10 @@ def extra_rows(config: Mapping[str, Any], module: str) -> int:
     have none."""
     if not ModuleName(module).is_embedding:
         return 0
+
+    # The architecture says how many, or which entry of the config does.
     language = ModelConfig(config).language
     rows = ModelConfig(language).architecture.extra_rows
-    more = language.get(rows) if isinstance(rows, str) else rows
-    return more if type(more) is int else 0
+    if isinstance(rows, str):
+        rows = language.get(rows)
+    return rows if type(rows) is int else 0
