@@ -51,15 +51,20 @@ def aligned(experts: Mapping[str, Adapter], base: Checkpoint | None = None) -> d
     Raises:
         ExpertError: two names may mean one module, and the base cannot tell; a module that the base lacks.
     """
-    result = align(experts, BaseFacts.of(experts, None if base is None else str(base.source.folder)))
+    declared = None
+    if base is not None:
+        declared = str(base.source.folder)
+    result = align(experts, BaseFacts.of(experts, declared))
     problems = Problems(ExpertError)
     check_alignment(result, problems)
     problems.raise_if_any()
     if base is None or not experts:
         return result.experts
+
     located = locate_all(result.experts, base, problems).located
     problems.raise_if_any()
 
+    # The name of a stored tensor without its end, such as `.weight`, is its module's.
     renamed = {}
     for name, adapter in result.experts.items():
         keys = {found.module: key.rpartition(".")[0] for key, found in located[name].items()}
@@ -77,9 +82,10 @@ def align(experts: Mapping[str, Adapter], base: BaseFacts) -> Aligned:
     unchanged = Aligned(dict(experts), differing, reference)
     if reference is None:
         return unchanged
+
+    # The model takes a second or two to build, so only a doubt is worth it, and a mere suspicion no download.
     if not differing and not (_differ_in_kind(experts) and base.local.config is not None):
         return unchanged
-
     try:
         model = Base.at(Source.of_base(reference).folder, reference)
     except AdapterswapError as error:
@@ -112,6 +118,7 @@ def check_alignment(result: Aligned, problems: Problems) -> None:
             parameter="base_model",
             kind=ExpertError,
         )
+
     for error in result.misnamed:
         with problems.collect():
             raise error
@@ -120,7 +127,10 @@ def check_alignment(result: Aligned, problems: Problems) -> None:
 def _differing_names(experts: Mapping[str, Adapter]) -> str | None:
     """A sentence about two names in different experts that may mean one module; None if there are none."""
     # The lists of layers
-    layered = {name: adapter.container for name, adapter in experts.items() if adapter.container is not None}
+    layered: dict[str, str] = {}
+    for name, adapter in experts.items():
+        if adapter.container is not None:
+            layered[name] = adapter.container
     for name, container in layered.items():
         first_name, first = next(iter(layered.items()))
         if of_any_stack(container) != of_any_stack(first):
@@ -144,7 +154,7 @@ def _twin(ours: Mapping[str, Part], theirs: Mapping[str, Part]) -> tuple[str, st
     if not mine:
         return None
 
-    # By their ends
+    # By their ends: a class inside another has shorter names for the same modules.
     for long in mine:
         for short in _other_names(long, theirs):
             if short not in ours:
@@ -165,6 +175,8 @@ def _other_names(module: str, names: Collection[str]) -> Iterator[str]:
     for end in ends:
         if end in names:
             yield end
+
+    # A model has few embeddings and heads, so their last part alone may say which one is meant.
     if ModuleName(module).is_vocabulary(None):
         last = module.rpartition(".")[2]
         for name in sorted(names):
@@ -177,6 +189,7 @@ def _place(module: Part) -> tuple[str, ...]:
     name = module.name
     if ModuleKeys(name).is_bias:
         name = name.removesuffix(".bias")
+
     parts = name.split(".")
     numbers = [part for part in parts if part.isdigit()]
     return module.kind, ModuleName(module.name).stack or "", parts[-1], *numbers
@@ -187,8 +200,10 @@ def _differ_in_kind(experts: Mapping[str, Adapter]) -> bool:
 
     They may adapt different modules, such as attention and MLP, or use different names for the same ones.
     """
+    # Most experts adapt the same modules, and comparing these is quicker than replacing numbers in all their names.
     if len({frozenset(adapter.parts) for adapter in experts.values()}) <= 1:
         return False
+
     modules = []
     for adapter in experts.values():
         modules.append({re.sub(r"\d+", "0", module) for module in adapter.parts})
