@@ -52,8 +52,10 @@ def check_bases(
     reported = set()
 
     # An adapter that was trained on top of another one needs that one, too.
-    for name, adapter in adapters.items() if by_weights else ():
-        if is_on_top(adapter.base_fingerprints) and not _holds(declared, adapter.base_fingerprints):
+    if by_weights:
+        for name, adapter in adapters.items():
+            if not is_on_top(adapter.base_fingerprints) or _holds(declared, adapter.base_fingerprints):
+                continue
             below = [other for other, part in adapters.items() if _is_merged_into(part, adapter)]
             reported.add(name)
             problems.add(*_only_adds(name, *below[:1]), parameter="chains", kind=ExpertError)
@@ -61,16 +63,22 @@ def check_bases(
     # Of two bases, each expert is reported once.
     others = {name: expert for name, expert in experts.items() if name not in reported}
     for (one, first), (two, second) in combinations(others.items(), 2):
-        problem = _weights_differ(one, first, two, second) if by_weights else None
-        if problem is None and isinstance(first, Adapter) and isinstance(second, Adapter):
-            if by_weights:
+        problem = None
+        if by_weights:
+            problem = _weights_differ(one, first, two, second)
+
+        # Names are the weakest evidence, and a declared base says that they mean one thing.
+        if isinstance(first, Adapter) and isinstance(second, Adapter):
+            if problem is None and by_weights:
                 problem = _chained(one, first, two, second)
             if problem is None and declared is None:
                 problem = _names_differ(one, first, two, second)
+
         if problem is not None and two not in reported:
             reported.add(two)
             problems.add(*problem, kind=ExpertError)
 
+    # The declared base may lack what is merged into the one that an adapter was trained on.
     if declared is None or reported or not by_weights:
         return
     for name, adapter in adapters.items():
@@ -95,9 +103,13 @@ def check_base_weights(
         own: where each expert's config says that its base is. If that is still there, it shows whether both are one
             model in two dtypes.
     """
+    folder = None
+    if base is not None:
+        folder = str(base.folder)
+
     for name, fingerprints in recorded.items():
         if is_on_top(fingerprints):
-            if not _holds(str(base.folder) if base else None, fingerprints):
+            if not _holds(folder, fingerprints):
                 raise ExpertError(*_only_adds(name), parameter="chains")
             continue
         if base is None or not fingerprints:
@@ -109,8 +121,9 @@ def check_base_weights(
         # If the base that it was trained on is here, both may be one model in two dtypes.
         place = (own or {}).get(name)
         trained_on = _checkpoint(place)
-        is_known = trained_on is not None and trained_on.source.identity == fingerprints
-        rounded = _rounded(place, str(base.folder)) if is_known else None
+        what, rounded = "a base", None
+        if trained_on is not None and trained_on.source.identity == fingerprints:
+            what, rounded = "another model", _rounded(place, folder)
         if rounded is not None:
             raise BaseModelError(
                 f"{name} was trained on the same model in another dtype: {rounded}",
@@ -118,7 +131,6 @@ def check_base_weights(
                 f"delete `fingerprints` from the record in {name}'s folder",
                 parameter="base_model",
             )
-        what = "another model" if is_known else "a base"
         raise BaseModelError(
             f"{name} was trained on {what} with other weights than {base}: {file} differs",
             f"Pass the base that it was trained on as `base_model`. {_RESAVED.format(name)}",
@@ -131,8 +143,10 @@ def _rounded(first: str | None, second: str | None) -> str | None:
     one, other = _checkpoint(first), _checkpoint(second)
     if one is None or other is None:
         return None
+
     for narrow, precise in ((one, other), (other, one)):
-        if (dtype := narrow.rounded_from(precise)) is not None:
+        dtype = narrow.rounded_from(precise)
+        if dtype is not None:
             folders = narrow.source.folder, precise.source.folder
             return f"the weights of {folders[0]} are those of {folders[1]}, rounded to {dtype}"
     return None
@@ -140,9 +154,14 @@ def _rounded(first: str | None, second: str | None) -> str | None:
 
 def _checkpoint(reference: str | None) -> Checkpoint | None:
     """The headers of a base on this machine; None if they are not here."""
-    folder = None if reference is None else Reference(reference).cached_folder
+    if reference is None:
+        return None
+    folder = Reference(reference).cached_folder
+    if folder is None:
+        return None
+
     with suppress(AdapterswapError):
-        return None if folder is None else open_checkpoint(folder)
+        return open_checkpoint(folder)
     return None
 
 
@@ -157,6 +176,7 @@ def _holds(base: str | None, fingerprints: Mapping[str, str]) -> bool:
 
 
 def _only_adds(name: str, below: str = "FIRST") -> _Problem:
+    """The problem of an adapter that needs another one, called `below`, under it."""
     message = f"{name} was trained on top of another adapter, and holds only what it adds to that"
     return message, _as_chain(below, name)
 
@@ -174,23 +194,25 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
 
     Paths to one folder on this machine need no check.
     """
-    places = {}
+    places: dict[str, str] = {}
     for name, expert in experts.items():
-        base = expert.config.base_model if isinstance(expert, Adapter) else None
+        base = _base_name(expert)
         if base and not Reference(base).is_hub_id:
             places[name] = base
 
-    sides = {*places.values()}
-    known = all(experts[name].base_fingerprints for name in places)
+    # A declared base is one more to compare with, whose weights are known if it is here.
+    without = [name for name in places if not experts[name].base_fingerprints]
+    known = not without
+    compared = list(places.values())
     if declared is not None:
-        sides.add(declared)
+        compared.append(declared)
         known = known and os.path.isdir(expand(declared))
-    if known or len(places) + (declared is not None) < 2 or _one_folder(sides):
+    if known or len(compared) < 2 or _one_folder(compared):
         return ()
 
-    without = [name for name in places if not experts[name].base_fingerprints] or [str(declared)]
+    listed = " and ".join(without or [str(declared)])
     called = _called(experts[next(iter(places))])
-    what = f"the weights of the local base {called} are not known for {' and '.join(without)}"
+    what = f"the weights of the local base {called} are not known for {listed}"
     return (f"Not checked whether all have one base: {what}",)
 
 
@@ -201,9 +223,16 @@ def _one_folder(places: Collection[str]) -> bool:
     return existing and len({folder.resolve() for folder in folders}) == 1
 
 
+def _base_name(expert: Expert) -> str | None:
+    """The base that an adapter's config names; None if it names none, and for a full checkpoint."""
+    if isinstance(expert, Adapter):
+        return expert.config.base_model
+    return None
+
+
 def _called(expert: Expert) -> str:
     """What an expert calls its base."""
-    name = expert.config.base_model if isinstance(expert, Adapter) else None
+    name = _base_name(expert)
     return (name and Reference(name).public_name) or "one that it does not name"
 
 
@@ -211,11 +240,14 @@ def _weights_differ(one: str, first: Expert, two: str, second: Expert) -> _Probl
     """The problem if the records of two experts name different weights of their bases."""
     if differing_weights(first.base_fingerprints, second.base_fingerprints) is None:
         return None
-    message = f"{one} and {two} adapt different bases: {_called(first)} and {_called(second)}, whose weights differ"
+
+    remedy = f"Compose experts of one base. {_RESAVED.format(two)}"
     if isinstance(first, Adapter) and isinstance(second, Adapter):
         rounded = _rounded(first.config.base_reference, second.config.base_reference)
-        message = f"{one} and {two} adapt one model in two dtypes: {rounded}" if rounded else message
-    return message, f"Compose experts of one base. {_RESAVED.format(two)}"
+        if rounded is not None:
+            return f"{one} and {two} adapt one model in two dtypes: {rounded}", remedy
+    message = f"{one} and {two} adapt different bases: {_called(first)} and {_called(second)}, whose weights differ"
+    return message, remedy
 
 
 def _names_differ(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | None:
@@ -224,12 +256,12 @@ def _names_differ(one: str, first: Adapter, two: str, second: Adapter) -> _Probl
     if not adapt_one_base(first, second):
         message = f"{one} adapts the base {ours.base_model}, but {two} adapts {theirs.base_model}"
         return message, alias_remedy(ours.base_model, theirs.base_model)
-    if (ours.revision or "main") == (theirs.revision or "main"):
+
+    # Whoever names no revision means `main`.
+    our_revision, their_revision = ours.revision or "main", theirs.revision or "main"
+    if our_revision == their_revision:
         return None
-    message = (
-        f"{one} adapts the revision {ours.revision or 'main'} of {ours.base_model}, but {two} adapts "
-        f"{theirs.revision or 'main'}"
-    )
+    message = f"{one} adapts the revision {our_revision} of {ours.base_model}, but {two} adapts {their_revision}"
     return message, "Compose experts of one revision, or pass `base_model=org/name@revision` for the result"
 
 
@@ -237,6 +269,7 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
     """The problem if one adapter was trained on a base into which the other is merged, by our record in its folder."""
     if same_base(first.config.base_model, second.config.base_model):
         return None
+
     for name, part, later, on_top in ((one, first, two, second), (two, second, one, first)):
         if _is_merged_into(part, on_top):
             message = f"{later} was trained on top of {name}, which is merged into its base {on_top.config.base_model}"
@@ -246,10 +279,11 @@ def _chained(one: str, first: Adapter, two: str, second: Adapter) -> _Problem | 
 
 def _is_merged_into(part: Adapter, on_top: Adapter) -> bool:
     """Whether the base of `on_top` is on this machine, and its record names `part` among the merged experts."""
-    merged = _merged_into(on_top) or ()
-    return any(
-        config == part.config.sha256 and weights == sha256_of(part.file.path) for config, weights in merged
-    )  # weights are hashed only if a record may name them
+    for config, weights in _merged_into(on_top) or ():
+        # Weights take long to hash, so the small config is compared first.
+        if config == part.config.sha256 and weights == sha256_of(part.file.path):
+            return True
+    return False
 
 
 def _merged_into(adapter: Adapter) -> list[_Identity] | None:
@@ -274,8 +308,12 @@ def _identity(adapter: Adapter) -> _Identity:
 
 def _folder_with_record(base: str | None) -> Path | None:
     """The folder of a base that is on this machine and has a record of how it was made; else None."""
-    folder = None if base is None else Reference(base).cached_folder
-    return folder if folder is not None and os.path.exists(folder / PROVENANCE) else None
+    if base is None:
+        return None
+    folder = Reference(base).cached_folder
+    if folder is None or not os.path.exists(folder / PROVENANCE):
+        return None
+    return folder
 
 
 def _merged_into_base(base: str | None) -> list[_Identity] | None:
@@ -283,6 +321,8 @@ def _merged_into_base(base: str | None) -> list[_Identity] | None:
     folder = _folder_with_record(base)
     if folder is None:
         return None
+
+    # A record that lacks these entries, or is damaged, says nothing of it.
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
         merged = [expert["sha256"] for expert in Records(folder).provenance()["experts"].values()]
         return [(hashes[CONFIG], hashes[WEIGHTS]) for hashes in merged] or None
@@ -294,6 +334,8 @@ def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
     folder = _folder_with_record(base)
     if folder is None:
         return False
+
+    # A record that lacks these entries, or is damaged, proves nothing.
     with suppress(AdapterswapError, AttributeError, KeyError, TypeError):
         record = Records(folder).provenance()
         if "kept_rows" in record:
@@ -305,6 +347,8 @@ def _merged_whole(base: str | None, parts: Sequence[Adapter]) -> bool:
         kept = Records(folder).kept_layers()
         if kept is not None:
             return kept == parts[-1].kept_layers
+
+        # One rule without layers or modules is for all of them.
         rules = record["rules"]
         return len(rules) == 1 and rules[0].keys() <= {"expert", "blend", "normalize"}
     return False
@@ -327,9 +371,12 @@ def with_chains(
         for name in parts:
             if name not in experts:
                 continue
+
             adapter, lower = experts[name], parts[max(0, len(before) - 1)]
             if not isinstance(adapter, Adapter) or (before and (adapter.opaque or adapter.saved)):
-                what = "a full checkpoint" if isinstance(adapter, Checkpoint) else "not only plain LoRA"
+                what = "not only plain LoRA"
+                if isinstance(adapter, Checkpoint):
+                    what = "a full checkpoint"
                 rule = "a chain begins with an adapter"
                 if before:
                     rule = f"only plain LoRA can be added on top of {lower} in a chain"
@@ -341,28 +388,34 @@ def with_chains(
                 )
                 break
 
-            if before:
-                copied = _copied_from_below(adapter, before)
-                if copied is not None:
-                    problems.add(
-                        f"{name} carries a copy of {copied} with {lower} merged into it, which PEFT would put in "
-                        "the place of the base's own",
-                        f"Load {name} with PEFT, and save it with save_pretrained(PATH, save_embedding_layers=False)",
-                        parameter="chains",
-                        kind=UnsupportedError,
-                    )
-                if not recorded:
-                    with problems.collect():
-                        notes += _check_on_top(name, adapter, lower, before)
-                based[name] = _on_base_of(before[0], adapter)
+            # The first one stays as it is: its base is that of the chain.
+            if not before:
+                before.append(adapter)
+                continue
+
+            copied = _copied_from_below(adapter, before)
+            if copied is not None:
+                problems.add(
+                    f"{name} carries a copy of {copied} with {lower} merged into it, which PEFT would put in "
+                    "the place of the base's own",
+                    f"Load {name} with PEFT, and save it with save_pretrained(PATH, save_embedding_layers=False)",
+                    parameter="chains",
+                    kind=UnsupportedError,
+                )
+            if not recorded:
+                with problems.collect():
+                    notes += _check_on_top(name, adapter, lower, before)
+            based[name] = _on_base_of(before[0], adapter)
             before.append(adapter)
     return based, tuple(notes)
 
 
 def _copied_from_below(adapter: Adapter, before: Sequence[Adapter]) -> str | None:
     """The first module of which an adapter has a copy, although those before it changed it; None if there is none."""
-    changed = {module for part in before for module in part.factors}
-    return next((m.name for m in adapter.factors.values() if m.base and m.name in changed), None)
+    for lora in adapter.factors.values():
+        if lora.base and any(lora.name in part.factors for part in before):
+            return lora.name
+    return None
 
 
 def _on_base_of(first: Adapter, adapter: Adapter) -> Adapter:
@@ -379,6 +432,7 @@ def _on_base_of(first: Adapter, adapter: Adapter) -> Adapter:
 def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:
     """Check that an adapter was trained on top of those `before` it, the last of which is called `lower`; a note if it
     cannot be known."""
+    # A record names all of them, or only the last one, if that was merged into a base that has the others already.
     merged = _merged_into(adapter)
     others = False
     if merged is not None:
@@ -407,8 +461,6 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
 _COPIES = re.compile(
     r"(-(unsloth|bnb|4bit|8bit|awq|gptq|int4|int8|fp8|nf4|gguf|hf|bf16|fp16|quantized|w4a16|w8a8|dynamic))+$"
 )
-
-
 _MAKERS = re.compile(r"^(meta|google|mistralai|microsoft)-")
 
 
@@ -424,6 +476,7 @@ def alias_remedy(one: str | None, other: str | None) -> str:
             "Compose experts of one base. If both names mean the same weights, pass `base_model`; if one base is the "
             "other with adapters merged into it, the experts cannot be composed"
         )
+
     original = min((one, other), key=lambda name: (_is_copy(name), name.startswith("unsloth/")))
     if not Reference(original).is_hub_id:
         original = "PATH"
@@ -460,4 +513,6 @@ def _plain_name(base: str) -> str:
 
 def differing_weights(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
     """The first file in which two bases differ; None if they are the same, or if one of them is unknown."""
-    return min((name for name, _ in one.items() ^ other.items()), default=None) if one and other else None
+    if not one or not other:
+        return None
+    return min((name for name, _ in one.items() ^ other.items()), default=None)
