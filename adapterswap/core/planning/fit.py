@@ -9,7 +9,7 @@ change nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -65,12 +65,14 @@ class Fit(NamedTuple):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what could not be looked up."""
-        return tuple(
-            f"Not checked whether {self.reference} has {and_more([part.name for part in parts])} of {expert}: its "
-            "files have no such name, and transformers cannot build the model here to compare others"
-            for expert, parts in self.unknown.items()
-            if parts
-        )
+        notes: list[str] = []
+        for expert, parts in self.unknown.items():
+            if parts:
+                notes.append(
+                    f"Not checked whether {self.reference} has {and_more([part.name for part in parts])} of {expert}: "
+                    "its files have no such name, and transformers cannot build the model here to compare others"
+                )
+        return tuple(notes)
 
 
 def fit(experts: Mapping[str, Adapter], base: LocalBase) -> Fit:
@@ -83,15 +85,24 @@ def fit(experts: Mapping[str, Adapter], base: LocalBase) -> Fit:
     compared: dict[str, list[Pair]] = {}
     unknown: dict[str, list[Part]] = {}
     for name, adapter in experts.items():
-        by_files = dict(_by_headers(adapter, checkpoint, config) if checkpoint else _by_config(adapter, config))
+        by_files = dict(_by_headers(adapter, checkpoint, config)) if checkpoint else _by_config(adapter, config)
         others = [part for part in adapter.parts.values() if part.name not in by_files and not _is_deep(part, config)]
 
         # Only what the files leave open is looked up in the model, which takes a second or two to build.
-        model = _model(base.folder, base.reference, adapter.config.task_type) if others else None
-        by_model = {part.name: _in_model(part, adapter, model) for part in others if model is not None}
+        model = None
+        if others:
+            model = _model(base.folder, base.reference, adapter.config.task_type)
+        by_model: dict[str, list[Pair] | None] = {}
+        if model is not None:
+            by_model = {part.name: _in_model(part, adapter, model) for part in others}
 
-        unknown[name] = [part for part in others if part.name not in by_model]
-        missing[name] = [part for part in others if by_model.get(part.name, ()) is None]
+        # A part is missing if the model was built and lacks it, and unknown if no model could be built.
+        missing[name], unknown[name] = [], []
+        for part in others:
+            if part.name not in by_model:
+                unknown[name].append(part)
+            elif by_model[part.name] is None:
+                missing[name].append(part)
         compared[name] = []
         for pairs in (*by_files.values(), *by_model.values()):
             compared[name] += pairs or ()
@@ -102,13 +113,20 @@ def check_fit(seen: Fit, problems: Problems) -> None:
     """Report modules that the base lacks or has in another width."""
     for name, pairs in seen.compared.items():
         _report_missing(name, seen.missing[name], seen.reference, problems)
+
+        # Writing shapes as text takes longer than comparing them, and nearly always all of them agree.
         if all(pair.ours == pair.theirs for pair in pairs):
             continue
         compare_shapes(
-            {pair.name: _text(pair.ours) for pair in pairs}, {pair.name: _text(pair.theirs) for pair in pairs},
-            one=name, other=f"the base {seen.reference}", remedy=_REMEDY, problems=problems, parameter="base_model",
+            {pair.name: _text(pair.ours) for pair in pairs},
+            {pair.name: _text(pair.theirs) for pair in pairs},
+            one=name,
+            other=f"the base {seen.reference}",
+            remedy=_REMEDY,
+            problems=problems,
+            parameter="base_model",
             kind=BaseModelError,
-        )  # fmt: skip
+        )
 
 
 class Heads(NamedTuple):
@@ -145,9 +163,7 @@ def check_quantized(experts: Mapping[str, Adapter], base: Checkpoint, problems: 
         return
 
     for name, adapter in experts.items():
-        naming = base.modules.naming(
-            [part for part in adapter.parts if not ModuleKeys(part).is_bias], adapter.container
-        )
+        naming = _naming(adapter, base)
         odd = [part for part in adapter.parts if not base.modules.is_plain(naming(_holder(part)))]
         if odd:
             problems.add(*_quantized_there(name, odd, base), parameter="base_model", kind=UnsupportedError)
@@ -166,6 +182,8 @@ def check_heads(heads: Heads, problems: Problems) -> None:
         for part in adapter.saved.values():
             if not _is_on_head(part, adapter) or part.name in base.modules or ModuleName(part.name).is_head:
                 continue
+
+            # The head's weight has a row for each label. Two are the default of transformers.
             labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
             problems.add(
                 f"{name} is an adapter for the task {task} and holds its head {part.name}, but the base {base.name} is "
@@ -181,6 +199,7 @@ def check_placed(placed: Placed, problems: Problems) -> None:
     """Report the same for the stored tensors that were found, under whatever name."""
     if not placed.base.quantization:
         return
+
     stored = placed.base.parameters
     for name, places in placed.located.items():
         odd = []
@@ -192,6 +211,7 @@ def check_placed(placed: Placed, problems: Problems) -> None:
 
 
 def _quantized_there(expert: str, modules: Sequence[str], base: Checkpoint) -> tuple[str, str]:
+    """What to report of an expert that adapts modules which a base stores quantized, and the remedy."""
     assert base.quantization is not None
     how = f"quantization_config: {base.quantization.title}"
     return (
@@ -205,6 +225,7 @@ def _report_missing(expert: str, missing: list[Part], reference: str, problems: 
     remedies: dict[str, list[str]] = {}
     for part in missing:
         remedies.setdefault(part.misnamed or _REMEDY, []).append(part.name)
+
     for remedy, modules in remedies.items():
         problems.add(
             f"{expert} adapts {and_more(modules)}, but the base {reference} has no such module",
@@ -218,7 +239,7 @@ def _is_deep(part: Part, config: Mapping[str, Any]) -> bool:
     """Whether it is behind the layers of the language model, where transformers loads nothing; `checks` count them."""
     name = ModuleName(part.name)
     depth = ModelConfig(config).stacked_layers
-    if isinstance(depth, Mapping):
+    if isinstance(depth, Mapping):  # several stacks, such as an encoder and a decoder
         depth = depth.get(name.stack) if name.stack else None
     return name.is_ahead(part.layer, depth)
 
@@ -236,12 +257,9 @@ def _by_headers(
     adapter: Adapter, checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, list[Pair]]]:
     """The parts that a base's files have under the same names, and the shapes to compare."""
-    stored = checkpoint.modules
-    naming = stored.naming(
-        [name for name, part in adapter.parts.items() if not ModuleKeys(name).is_bias], adapter.container
-    )
+    naming = _naming(adapter, checkpoint)
     for name, part in adapter.parts.items():
-        tensors = stored.of(naming(_holder(name)))
+        tensors = checkpoint.modules.of(naming(_holder(name)))
         if tensors and isinstance(part, FullModule):
             pairs = _in_full(part, tensors)
         elif tensors:
@@ -250,13 +268,22 @@ def _by_headers(
             pairs = []
         else:
             pairs = _tied(part, checkpoint, config)
+
         if pairs is not None:
             yield name, pairs
 
 
+def _naming(adapter: Adapter, checkpoint: Checkpoint) -> Callable[[str], str]:
+    """From an adapter's names of modules to those of a base's files, which may have another prefix."""
+    modules = [name for name in adapter.parts if not ModuleKeys(name).is_bias]
+    return checkpoint.modules.naming(modules, adapter.container)
+
+
 def _holder(name: str) -> str:
     """The module itself, for the name of a module or of its bias."""
-    return name.removesuffix(".bias") if ModuleKeys(name).is_bias else name
+    if ModuleKeys(name).is_bias:
+        return name.removesuffix(".bias")
+    return name
 
 
 def _is_on_head(part: Part, adapter: Adapter) -> bool:
@@ -269,19 +296,28 @@ def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
     """Whether it is a mixture's fused parameter, and the files hold its rows expert by expert."""
     if not isinstance(part, LoraModule) or not part.parameter or part.experts == 1:
         return False
+
+    # As many experts in the files as in the parameter
     holder, stored = name.rpartition(".")[0], checkpoint.modules
     if f"{holder}.{part.experts - 1}" not in stored or f"{holder}.{part.experts}" in stored:
         return False
-    first = [tensor.shape for end, tensor in stored.of(f"{holder}.0").items() if end.endswith("weight")]
-    shape = part.out_features, part.in_features
-    return shape in first or (first.count((shape[0] // 2, shape[1])) == 2 and shape[0] % 2 == 0)
+
+    # The first one has a weight of the same shape, or two of half the rows each (gate and up).
+    shapes = [tensor.shape for end, tensor in stored.of(f"{holder}.0").items() if end.endswith("weight")]
+    rows, columns = part.out_features, part.in_features
+    if (rows, columns) in shapes:
+        return True
+    return rows % 2 == 0 and shapes.count((rows // 2, columns)) == 2
 
 
 def _tied(part: Part, checkpoint: Checkpoint, config: Mapping[str, Any]) -> list[Pair] | None:
     """A head's shapes, if it is not stored because the config ties it to the embedding; None for any other part."""
-    ties = [place.get("tie_word_embeddings") for place in (config, ModelConfig(config).language)]
-    if part.layer is not None or part.lora is None or not ModuleName(part.name).is_head or True not in ties:
+    if part.layer is not None or part.lora is None or not ModuleName(part.name).is_head:
         return None
+    ties = [place.get("tie_word_embeddings") for place in (config, ModelConfig(config).language)]
+    if True not in ties:
+        return None
+
     for parameter in checkpoint.parameters.values():
         if parameter.has_tokens and len(parameter.tensor.shape) == 2:
             return _widths(part, parameter.tensor.shape)
@@ -294,6 +330,8 @@ def _adapted(part: Part, tensors: Mapping[str, Tensor]) -> list[Pair] | None:
     weight = tensors.get("" if part.parameter else "weight")
     if weight is None:
         return _if_quantized(tensors)
+
+    # Packed weights have fewer elements than numbers, and of kinds without factors there is nothing to compare.
     if lora is None or weight.dtype not in _WHOLE:
         return []
     if lora.parameter and len(weight.shape) == 3:
@@ -378,6 +416,7 @@ def _by_config(adapter: Adapter, config: Mapping[str, Any]) -> dict[str, list[Pa
         lora = adapter.factors.get(name)
         if match is None or lora is None or lora.embedding:
             continue
+
         ours, theirs = (lora.out_features, lora.in_features), sides[match[1] or match[2]]
         if ours == theirs:  # else transformers decides
             found[name] = [Pair(name, ours, theirs)]
@@ -406,9 +445,13 @@ def _in_model(part: Part, adapter: Adapter, model: Base) -> list[Pair] | None:
         return _widths(part, (weight.in_features, weight.out_features))
     if weight is not None:
         return _widths(part, (weight.out_features, weight.in_features))
-    if shape is None or len(shape) != (3 if lora.experts > 1 else 2):
+
+    # A parameter without a module: one matrix, or one for each expert of a mixture
+    axes = 3 if lora.experts > 1 else 2
+    if shape is None or len(shape) != axes:
         return []
-    return [Pair(part.name, _axes((lora.experts, lora.out_features, lora.in_features))[-len(shape) :], _axes(shape))]
+    ours = _axes((lora.experts, lora.out_features, lora.in_features))
+    return [Pair(part.name, ours[-axes:], _axes(shape))]
 
 
 def _text(shape: tuple[object, ...]) -> str:
@@ -424,9 +467,11 @@ def taken_for_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_t
         base: the base.
         task_type: the adapter's.
     """
+    # Only names that are like those of fused experts can be taken for them.
     risky = {}
     for name, part in modules.items():
-        if ModuleKeys(name).is_like_fused and not ModuleKeys(name).is_fused and not part.parameter:
+        keys = ModuleKeys(name)
+        if keys.is_like_fused and not keys.is_fused and not part.parameter:
             risky[name] = part
     if not risky or base.config is None or base.folder is None or not ModelConfig(base.config).is_mixture:
         return []
@@ -442,6 +487,7 @@ def taken_for_experts(modules: Mapping[str, LoraModule], base: LocalBase, task_t
         shape = part.out_features, part.in_features
         names[name] = model.find(name, container, shape) or name
         linear.append((names[name], *shape))
+
     adapted = _adapted_in_peft(base.folder, str(base.reference), task_type, tuple(linear))
     return [name for name in risky if names[name] not in adapted]
 
@@ -454,16 +500,19 @@ def _adapted_in_peft(
     import torch
     from peft import LoraConfig
 
+    # Factors of rank 1 without data: only their names and shapes matter.
     tensors: dict[str, Any] = {}
     for module, rows, columns in shapes:
         a_key, b_key = ModuleKeys(module).factors()
         tensors[a_key] = torch.empty(1, columns, device="meta")
         tensors[b_key] = torch.empty(rows, 1, device="meta")
-    targets = [module for module, _, _ in shapes]
-    trial = try_in_peft(
-        empty_model(folder, name, task_type=task_type), LoraConfig(r=1, target_modules=targets), tensors
-    )
+
+    model = empty_model(folder, name, task_type=task_type)
+    config = LoraConfig(r=1, target_modules=[module for module, _, _ in shapes])
+    trial = try_in_peft(model, config, tensors)
     if trial is None:
         return frozenset()
+
+    # PEFT drops factors that it finds no place for without an error.
     dropped = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.dropped}
     return trial.adapted - dropped
