@@ -516,7 +516,7 @@ def extra_rows(config: Mapping[str, Any], module: str) -> int:
 
     # The architecture says how many, or which entry of the config does.
     language = ModelConfig(config).language
-    rows = ModelConfig(language).architecture.extra_rows
+    rows: Any = ModelConfig(language).architecture.extra_rows
     if isinstance(rows, str):
         rows = language.get(rows)
     return rows if type(rows) is int else 0
