@@ -668,7 +668,7 @@ def test_two_evaluations_at_once_each_compute_their_own_composition(
         spoken[id(kept[-1])] = language
         return kept[-1]
 
-    monkeypatch.setitem(vars(workspace.lab), "asked", noted)
+    monkeypatch.setitem(vars(workspace.lab), "make_questions", noted)
     monkeypatch.setattr(Questions, "exact_match", slow)
 
     def evaluated(language: str) -> None:
