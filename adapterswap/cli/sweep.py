@@ -202,7 +202,7 @@ def sweep_command(
 
 
 def _print_registration(content: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
-    """Print the hash of what was registered, or with --json what will be compared, too."""
+    """Print the hash of what was registered; with --json, also what will be compared."""
     if not as_json:
         echo(content["sha256"])
         return

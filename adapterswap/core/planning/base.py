@@ -257,7 +257,7 @@ def _names_differ(one: str, first: Adapter, two: str, second: Adapter) -> _Probl
         message = f"{one} adapts the base {ours.base_model}, but {two} adapts {theirs.base_model}"
         return message, alias_remedy(ours.base_model, theirs.base_model)
 
-    # Whoever names no revision means `main`.
+    # An adapter that names no revision was trained on `main`.
     our_revision, their_revision = ours.revision or "main", theirs.revision or "main"
     if our_revision == their_revision:
         return None

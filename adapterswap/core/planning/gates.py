@@ -45,7 +45,7 @@ from adapterswap.core.planning.stages import (
     Skeleton,
 )
 from adapterswap.core.planning.targets import Target
-from adapterswap.kit.errors import ArgumentError, BaseModelError, CompositionError, Problems
+from adapterswap.kit.errors import ArgumentError, BaseModelError, CompositionError, Problems, and_more
 
 Gate = Callable[[Any, Problems], None]
 
@@ -128,10 +128,8 @@ def _one_architecture(skeleton: Skeleton, problems: Problems) -> None:
 def _covered(filled: Filled, problems: Problems) -> None:
     if not filled.uncovered:
         return
-    first, *others = filled.uncovered
-    more = f" and {len(others)} more" if others else ""
     problems.add(
-        f"No rule covers {first.name}{more}",
+        f"No rule covers {and_more([slot.name for slot in filled.uncovered])}",
         "End with a rule for everything else, such as {expert: NAME} or, as text, NAME",
         parameter="allocation",
         kind=CompositionError,

@@ -29,7 +29,7 @@ def check_vocabularies(made: Vocabularies, problems: Problems) -> None:
     if table is None or composition is None:
         return
 
-    # Rows cannot be told apart by tokens that are unreadable or contradict one another.
+    # Later checks tell rows apart by their tokens, so these must be readable and agree.
     for error in table.unreadable:
         with problems.collect():
             raise error

@@ -347,7 +347,7 @@ class Rows:
 
     @cached_property
     def new_ids(self) -> set[int]:
-        """The ids of all new tokens, whoever has them."""
+        """The ids of the tokens that are new in any expert."""
         return set().union(*self.new.values())
 
     @cached_property
