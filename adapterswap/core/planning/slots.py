@@ -173,8 +173,9 @@ class Slot(Terms):
         rule, terms = self.rule, self.terms
         is_stored = self.empty is Storage.TENSOR
 
+        # A slot without terms is the base's weight, whatever method the rule has for others.
         has_span = self.method != "linear" and not is_stored and rule is not None and rule.spans
-        is_linear = self.method == "linear" or has_span
+        is_linear = self.method == "linear" or has_span or not terms
 
         # A slot has an owner if nothing is computed: its change is copied, or the base's weight stays.
         owner: str | None = None

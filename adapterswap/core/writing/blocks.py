@@ -27,15 +27,19 @@ from adapterswap.core.changes.kinds import LowRank, Opaque, Term, Whole
 from adapterswap.core.changes.opaque import merged
 from adapterswap.core.experts.parts import LoraModule
 from adapterswap.core.model.base import ExpertRows
-from adapterswap.core.planning.rules import BASE
+from adapterswap.core.planning.rules import BASE, Rule
 from adapterswap.core.planning.slots import Slot, Span
+from adapterswap.core.writing.resolution import KeptRows
 from adapterswap.kit.errors import UnsupportedError
 from adapterswap.kit.files.numbers import Bytes, Dtype, row_ranges, too_large
 from adapterswap.kit.files.tensorfile import Tensor
 
+Numbers = npt.NDArray[np.float32]
+
 _REMEMBERED = 8  # parameters of mixtures: the changes of two experts in two layers
 _COPIED = 2**20  # bytes of a block to copy, and
 _COMPUTED = 2**18  # elements of a block to compute, 1 MB in float32: both fit in a core's cache
+_CHECKED = 2**20  # bytes to check at a time, for the same reason
 
 
 class ResultTensor(NamedTuple):
@@ -85,9 +89,10 @@ class Pair(NamedTuple):
     a: SourcePart
     b: SourcePart
 
-    def factors(self, kept_rows: Rows) -> Factors:
+    def factors(self, kept_rows: KeptRows) -> Factors:
         """The factors of ΔW (out×in), with zeros in rows that are not kept."""
-        a, b = (_numbers(part, part.tensor.shape) for part in (self.a, self.b))
+        a = _numbers(self.a, self.a.tensor.shape)
+        b = _numbers(self.b, self.b.tensor.shape)
         factors = Factors.scaled(a, b, self.term.lora.scale, self.term.lora.name)
         rows = kept_rows.get((self.term.side, self.term.lora.name))
         if rows is None:
@@ -101,10 +106,11 @@ class Inputs(NamedTuple):
     term: Term[Opaque]
     tensors: Mapping[str, SourcePart]
 
-    def merged(self, base: Delta, slot: Slot, *, as_delta: bool = False) -> Delta:
+    def merged(self, base: Numbers, slot: Slot, *, as_delta: bool = False) -> Numbers:
         """The term's W_i, or its ΔW_i, as the model stores it."""
-        decoded = {name: _numbers(part, part.tensor.shape) for name, part in self.tensors.items()}
-        return merged(self.term.change, slot.name.rpartition(".")[2], base, decoded, as_delta=as_delta)
+        parameter = slot.name.rpartition(".")[2]
+        tensors = {name: _numbers(part, part.tensor.shape) for name, part in self.tensors.items()}
+        return merged(self.term.change, parameter, base, tensors, as_delta=as_delta)
 
 
 class Block(NamedTuple):
@@ -170,14 +176,20 @@ class Entered:
         SHA-256. You can compute it again from the checkpoint. It does not cover other tensors.
         """
         copied = [tensor for (owner, _), tensor in self.copied.items() if owner == expert]
-        inputs = sorted((name, *entry) for (owner, name), entry in self.computed.items() if owner == expert)
-        lines = [f"{name} {tensor.dtype} {list(tensor.shape)} {digest}\n" for name, tensor, digest in inputs]
+
+        inputs = []
+        digest = hashlib.sha256()
+        for (owner, name), (tensor, own_digest) in sorted(self.computed.items(), key=lambda entry: entry[0]):
+            if owner == expert:
+                inputs.append(tensor)
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} {own_digest}\n".encode())
+
         return {
             "copied": {"tensors": len(copied), "bytes": sum(tensor.nbytes for tensor in copied)},
             "computed": {
                 "tensors": len(inputs),
-                "bytes": sum(tensor.nbytes for _, tensor, _ in inputs),
-                "sha256": hashlib.sha256("".join(lines).encode()).hexdigest(),
+                "bytes": sum(tensor.nbytes for tensor in inputs),
+                "sha256": digest.hexdigest(),
             },
         }
 
@@ -208,32 +220,34 @@ def _computed_blocks(result: ResultTensor, reader: _Reader) -> Iterator[Block]:
     for span in slot.ranges:
         entering = _stored(slot, span)
         factors = tuple(reader.factors(term, span.matrix) for term in span.low_rank)
-        origin = span.start if slot.matrices > 1 else 0
+        origin = span.start if slot.matrices > 1 else 0  # factors are of the tensor, or of one of its matrices
         height = span.stop - span.start
-        for first, last in row_ranges(height, height if slot.is_held_whole else step):
+        rows_at_once = height if slot.is_held_whole else step
+        for first, last in row_ranges(height, rows_at_once):
             start, stop = span.start + first, span.start + last
 
             # An expert on two sides is read and hashed once. What does not enter here is hashed all the same.
             parts: dict[tuple[str, str], SourcePart] = {}
             for (expert, name), change in used.items():
                 if (expert, name) in entering:
-                    shift = change.place_of(span.start) - span.start
-                    cut = (start + shift) * columns, (stop + shift) * columns
-                    parts[expert, name] = reader.elements(expert, change, *cut)
+                    shift = change.place_of(span.start) - span.start  # of a tensor that holds only trained rows
+                    part = reader.elements(expert, change, (start + shift) * columns, (stop + shift) * columns)
+                    parts[expert, name] = part
                 else:
                     reader.skip(expert, change, start * columns, stop * columns)
 
-            whole = tuple(
-                StoredRows(term.side, term.coefficient, parts[term.expert, term.change.tensor.name])
-                for term in span.whole
-            )
-            base = tuple(
-                StoredRows(share.side, share.coefficient or 0.0, parts[share.expert, weight.tensor.name])
-                for share, weight in zip(span.base, slot.base_of(span), strict=True)
-            )
+            whole = []
+            for term in span.whole:
+                part = parts[term.expert, term.change.tensor.name]
+                whole.append(StoredRows(term.side, term.coefficient, part))
+            base = []
+            for share, weight in zip(span.base, slot.base_of(span), strict=True):
+                part = parts[share.expert, weight.tensor.name]
+                base.append(StoredRows(share.side, share.coefficient or 0.0, part))
+
             opaque = tuple(map(reader.opaque, span.opaque))
-            own_factors = () if first else factors
-            yield Block(result, span, start, stop, whole, base, own_factors, opaque, origin)
+            yield Block(result, span, start, stop, tuple(whole), tuple(base), factors, opaque, origin)
+            factors = ()  # they are read once, and come with the first block
 
     # Of an expert's larger vocabulary, the rows that the result does not have
     if slot.spans:
@@ -278,22 +292,21 @@ class _Reader:
 
     def factors(self, term: Term[LowRank], matrix: int) -> Pair:
         """The whole A and B, or those of one expert of a mixture. They are not hashed: the adapter's file is."""
-        file = self._files[term.change.path]
-        if term.lora.experts > 1 or term.change.within is not None:
-            within = term.change.within or ExpertRows(matrix, 0, term.lora.out_features)
-            return Pair(term, *self._of_expert(term.expert, term.lora, within, file))
-        lora = term.lora
-        return Pair(
-            term,
-            SourcePart(term.expert, lora.a, lora.a.read_bytes(file, 0, lora.a.nbytes)),
-            SourcePart(term.expert, lora.b, lora.b.read_bytes(file, 0, lora.b.nbytes)),
-        )
+        lora, file = term.lora, self._files[term.change.path]
+        if lora.experts > 1 or term.change.within is not None:
+            within = term.change.within or ExpertRows(matrix, 0, lora.out_features)
+            a, b = self._of_expert(term.expert, lora, within, file)
+            return Pair(term, a, b)
+
+        a = SourcePart(term.expert, lora.a, lora.a.read_bytes(file, 0, lora.a.nbytes))
+        b = SourcePart(term.expert, lora.b, lora.b.read_bytes(file, 0, lora.b.nbytes))
+        return Pair(term, a, b)
 
     def _of_expert(self, expert: str, lora: LoraModule, within: ExpertRows, file: int) -> tuple[SourcePart, SourcePart]:
         """One expert's rows of A, and its columns of B, which are `lora.experts` apart in the file."""
-        size, rank = Dtype.BYTES[lora.a.dtype] * lora.in_features, lora.rank
-        place = within.expert * rank
-        a = lora.a.read_bytes(file, place * size, (place + rank) * size)
+        rank, row_size = lora.rank, Dtype.BYTES[lora.a.dtype] * lora.in_features
+        first = within.expert * rank
+        a = lora.a.read_bytes(file, first * row_size, (first + rank) * row_size)
         b = self._entered.columns_by_expert(file, lora)[within.expert, within.start : within.stop]
         return (
             SourcePart(expert, replace(lora.a, shape=(rank, lora.in_features)), a),
@@ -310,16 +323,9 @@ class _Reader:
         return Inputs(term, parts)
 
 
-def _numbers(part: SourcePart, shape: tuple[int, ...]) -> Delta:
+def _numbers(part: SourcePart, shape: tuple[int, ...]) -> Numbers:
     """A part's numbers in float32."""
     return Dtype(part.tensor.dtype).unpack(part.raw, shape)
-
-
-Rows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]  # (side, module) → which rows of its ΔW are kept
-
-_CHECKED = 2**20  # bytes to check at a time, so that they stay in the processor's cache
-
-Delta = npt.NDArray[np.float32]
 
 
 class Chunk(NamedTuple):
@@ -336,7 +342,7 @@ class _Product(NamedTuple):
     right: Any
 
 
-def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) -> Iterator[Chunk]:
+def compute(blocks: Iterable[Block], device: str, kept_rows: KeptRows, seed: int) -> Iterator[Chunk]:
     """Compute the results of blocks, in order.
 
     Args:
@@ -360,12 +366,12 @@ def compute(blocks: Iterable[Block], device: str, kept_rows: Rows, seed: int) ->
                 data = _nonlinear(block, kept_rows, seed)
             except np.linalg.LinAlgError:  # an SVD of infinite numbers
                 raise _overflow(block) from None
-        elif block.span.opaque or not needs_torch(result.slot, block.span, device):
-            data = _summed(block, kept_rows)
-        else:
+        elif _is_summed_by_torch(result.slot, block.span, device):
             if block.start == block.span.start:
                 product = _product(block, device, kept_rows)
-            data = _linear(block, product, device)
+            data = _summed_by_torch(block, product, device)
+        else:
+            data = _summed_by_numpy(block, kept_rows)
 
         size = Dtype.BYTES[result.place.dtype] * result.matrix[1]
         yield Chunk(result.place.start + block.start * size, data)
@@ -394,11 +400,11 @@ def _tensor(part: SourcePart, device: str) -> Any:
     return torch.from_numpy(part.raw).view(_torch_dtype(part.tensor.dtype)).to(device).float()
 
 
-def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
+def _product(block: Block, device: str, kept_rows: KeptRows) -> _Product | None:
     """The concatenated factors of Σ c_i·s_i·B_i·A_i, in the orientation in which the weight is stored."""
     import torch
 
-    lefts, rights = [], []
+    lefts, rights = [], []  # B (out×rank) and A (rank×in), or Aᵀ and Bᵀ
     for term, a_part, b_part in block.factors:
         a = _tensor(a_part, device).view(a_part.tensor.shape)
         b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
@@ -421,9 +427,16 @@ def _product(block: Block, device: str, kept_rows: Rows) -> _Product | None:
     return _Product(left, torch.cat(rights, dim=0))
 
 
+def _is_summed_by_torch(slot: Slot, span: Span, device: str) -> bool:
+    """Whether torch adds a span up: products of factors, and everything on a GPU; but not what PEFT computes."""
+    if not slot.is_linear or span.opaque:
+        return False
+    return bool(span.low_rank) or device != "cpu"
+
+
 def needs_torch(slot: Slot, span: Span, device: str) -> bool:
-    """Whether torch computes a span of a slot."""
-    return bool(span.opaque) or (slot.is_linear and (bool(span.low_rank) or device != "cpu"))
+    """Whether a span of a slot cannot be computed without torch, by which PEFT computes, too."""
+    return bool(span.opaque) or _is_summed_by_torch(slot, span, device)
 
 
 def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
@@ -432,9 +445,9 @@ def _weighted(block: Block) -> Iterator[tuple[float, SourcePart]]:
         yield rows.coefficient, rows.part
 
 
-def _summed(block: Block, kept_rows: Rows) -> Bytes:
+def _summed_by_numpy(block: Block, kept_rows: KeptRows) -> Bytes:
     """b·W + Σ c_i·X_i, added up by numpy: what PEFT computes from the base, stored weights, products of factors."""
-    total: Delta | None = None
+    total: Numbers | None = None
     with np.errstate(all="ignore"):  # what overflows is found by `_finite`
         for coefficient, numbers in _addends(block, kept_rows):
             if coefficient != 1:
@@ -447,7 +460,7 @@ def _summed(block: Block, kept_rows: Rows) -> Bytes:
     return _finite(Dtype(block.result.place.dtype).pack(total), block)
 
 
-def _addends(block: Block, kept_rows: Rows) -> Iterator[tuple[float, Delta]]:
+def _addends(block: Block, kept_rows: KeptRows) -> Iterator[tuple[float, Numbers]]:
     """The terms of a sum as the model stores them, each with its coefficient; the base comes last."""
     slot, span, shape = block.result.slot, block.span, block.result.place.shape
     if not span.opaque:
@@ -483,7 +496,8 @@ def _overflow(block: Block) -> UnsupportedError:
     )
 
 
-def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
+def _summed_by_torch(block: Block, product: _Product | None, device: str) -> Bytes:
+    """b·W + Σ c_i·W_i + the block's rows of the product of factors, added up by torch on the device."""
     import torch
 
     total: Any = None
@@ -491,27 +505,32 @@ def _linear(block: Block, product: _Product | None, device: str) -> Bytes:
         numbers = _tensor(part, device)
         if total is not None:
             total.add_(numbers, alpha=coefficient)
+        elif coefficient == 1:
+            total = numbers
         else:
-            total = numbers if coefficient == 1 else numbers.mul_(coefficient)  # in place: the block is not used again
-    columns = block.result.matrix[1]
+            total = numbers.mul_(coefficient)  # in place: the block is not used again
+
     if product is not None:
         left = product.left[block.start - block.origin : block.stop - block.origin]
-        total = left @ product.right if total is None else total.view(-1, columns).addmm_(left, product.right)
+        if total is None:
+            total = left @ product.right
+        else:
+            total = total.view(-1, block.result.matrix[1]).addmm_(left, product.right)
+
     raw = total.reshape(-1).to(_torch_dtype(block.result.place.dtype)).view(torch.uint8).cpu().numpy()
     return _finite(np.asarray(raw), block)
 
 
-def _turned(delta: Delta, is_across: bool) -> Delta:
-    """ΔW or its transpose: from out×in to the way in which the model stores the weight, or back."""
-    return delta.T if is_across else delta
+def _turned(matrix: Numbers, is_across: bool) -> Numbers:
+    """ΔW or W, transposed if `is_across`: from out×in to the way in which the model stores the weight, or back."""
+    return matrix.T if is_across else matrix
 
 
-def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
+def _nonlinear(block: Block, kept_rows: KeptRows, seed: int) -> Bytes:
     """The whole tensor: W_base plus the method's combination of dense ΔW, or its combination of whole weights."""
     slot, place = block.result.slot, block.result.place
     rule = slot.rule
     assert rule is not None
-    on_weights = rule.acts_on_weights
     name = slot.module if slot.name.endswith(".weight") else slot.name
 
     # W_base, if it enters; all parts of the base are of this weight
@@ -519,58 +538,73 @@ def _nonlinear(block: Block, kept_rows: Rows, seed: int) -> Bytes:
     if block.base:
         base = _numbers(block.base[0].part, place.shape)
 
-    # If any term is stored in×out, all ΔW are transposed to out×in.
+    # The method takes and returns out×in. If any term is stored in×out, so is the weight.
     is_across = any(term.change.transposed for term in slot.terms)
 
-    def packed(result: Delta) -> Bytes:
+    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
+        if rule.on_cores and slot.is_low_rank:
+            result = _combined_factors(block, rule, kept_rows, seed, name)
+        else:
+            by_side = _dense_sides(block, rule, base, is_across, kept_rows)
+            # In the rule's order, on which some methods depend.
+            deltas = {side: by_side[side] for side in slot.weights if side in by_side}
+            result = rule.combine(deltas, slot.weights, seed=seed, module=name)
+
         stored = _turned(result, is_across)
-        if not on_weights:
+        if not rule.acts_on_weights:
             stored = base + stored
         return _finite(Dtype(place.dtype).pack(stored), block)
 
-    with np.errstate(all="ignore"):  # what overflows is found by `_finite`
-        # In the joint space of the factors, without dense ΔW
-        if rule.on_cores and not slot.whole and not slot.opaque:
-            shares_of: dict[str, list[tuple[float, Factors]]] = {}
-            for pair in block.factors:
-                side, expert = pair.term.side, pair.term.expert
-                shares_of.setdefault(side, []).append((rule.sides[side][expert], pair.factors(kept_rows)))
 
-            pairs = {}
-            for side, shares in shares_of.items():
-                joined = Factors.concatenated(shares)
-                pairs[side] = (joined.b, joined.a)
-            left, right = rule.combine_factors(pairs, seed=seed, module=name)
-            return packed(np.asarray(left @ right, np.float32))
+def _combined_factors(block: Block, rule: Rule, kept_rows: KeptRows, seed: int, module: str) -> Numbers:
+    """The method's ΔW (out×in), computed in the joint space of the factors, without the dense ΔW of any side."""
+    shares_of: dict[str, list[tuple[float, Factors]]] = {}
+    for pair in block.factors:
+        side, expert = pair.term.side, pair.term.expert
+        shares_of.setdefault(side, []).append((rule.sides[side][expert], pair.factors(kept_rows)))
 
-        # The ΔW_i, or the W_i, of each side. The share of a side that is not whole weights is the base's.
-        by_side: dict[str, Delta] = {}
-        if on_weights:
-            for own_share in block.span.base:
-                if own_share.coefficient == 1:
-                    by_side[own_share.side] = _turned(base, is_across)
-                elif own_share.coefficient:
-                    by_side[own_share.side] = np.float32(own_share.coefficient) * _turned(base, is_across)
+    pairs = {}
+    for side, shares in shares_of.items():
+        joined = Factors.concatenated(shares)
+        pairs[side] = (joined.b, joined.a)
+    left, right = rule.combine_factors(pairs, seed=seed, module=module)
+    return np.asarray(left @ right, np.float32)
 
-        def enter(side: str, expert: str, delta: Delta) -> None:
-            share = rule.sides[side][expert]
-            if share != 1:
-                delta = np.float32(share) * delta
-            if side in by_side:
-                delta = by_side[side] + delta
-            by_side[side] = delta
 
-        for rows in block.whole:
-            delta = _numbers(rows.part, place.shape)
-            if not on_weights:
-                delta = delta - base
-            enter(rows.side, rows.part.expert, _turned(delta, is_across))
-        for inputs in block.opaque:
-            delta = inputs.merged(base, slot, as_delta=not on_weights)
-            enter(inputs.term.side, inputs.term.expert, _turned(delta, is_across))
-        for pair in block.factors:
-            enter(pair.term.side, pair.term.expert, pair.factors(kept_rows).rows())
+def _dense_sides(block: Block, rule: Rule, base: Numbers, is_across: bool, kept_rows: KeptRows) -> dict[str, Numbers]:
+    """What each side enters a method with (out×in): the sum of its experts' shares, of their ΔW_i or of their W_i."""
+    by_side: dict[str, Numbers] = {}
 
-        # In the rule's order, on which some methods depend.
-        deltas = {side: by_side[side] for side in slot.weights if side in by_side}
-        return packed(rule.combine(deltas, slot.weights, seed=seed, module=name))
+    # Of whole weights, the share of a side's experts that have none is the base's.
+    if rule.acts_on_weights:
+        for rows in block.base:
+            if rows.coefficient == 1:
+                by_side[rows.side] = _turned(base, is_across)
+            elif rows.coefficient:
+                by_side[rows.side] = np.float32(rows.coefficient) * _turned(base, is_across)
+
+    for side, expert, matrix in _entering(block, base, is_across, kept_rows, as_delta=not rule.acts_on_weights):
+        share = rule.sides[side][expert]
+        if share != 1:
+            matrix = np.float32(share) * matrix
+        if side in by_side:
+            matrix = by_side[side] + matrix
+        by_side[side] = matrix
+    return by_side
+
+
+def _entering(
+    block: Block, base: Numbers, is_across: bool, kept_rows: KeptRows, *, as_delta: bool
+) -> Iterator[tuple[str, str, Numbers]]:
+    """Each term's side, its expert, and its ΔW_i or W_i as out×in, one at a time: each is as large as the tensor."""
+    slot = block.result.slot
+    for rows in block.whole:
+        weight = _numbers(rows.part, base.shape)
+        if as_delta:
+            weight = weight - base
+        yield rows.side, rows.part.expert, _turned(weight, is_across)
+    for inputs in block.opaque:
+        weight = inputs.merged(base, slot, as_delta=as_delta)
+        yield inputs.term.side, inputs.term.expert, _turned(weight, is_across)
+    for pair in block.factors:
+        yield pair.term.side, pair.term.expert, pair.factors(kept_rows).rows()

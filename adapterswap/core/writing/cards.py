@@ -75,8 +75,8 @@ def licence_of(folder: Path) -> Licence | None:
     if isinstance(stated, list) and all(isinstance(item, str) for item in stated):
         stated = ", ".join(stated)
     values = []
-    for field in (stated, front.get("license_name"), front.get("license_link")):
-        text = field if isinstance(field, str) else ""
+    for value in (stated, front.get("license_name"), front.get("license_link")):
+        text = value if isinstance(value, str) else ""
         values.append(printable(text.strip())[:_MAX_NAME])
 
     license_id, name, link = values
@@ -285,6 +285,7 @@ model = PeftModel.from_pretrained(base_model, "path/to/this/folder")
 
 
 def _servers(config: Mapping[str, object], base: str | None, revision: str | None) -> str:
+    """How to load an adapter in vLLM and llama.cpp; for the arguments see `loading`."""
     ranks = [config.get("r")]
     pattern = config.get("rank_pattern")
     if isinstance(pattern, Mapping):
@@ -381,10 +382,12 @@ def _settings(plan: Plan) -> str:
     settled = plan.composition.settled(plan.num_layers, full=bool(plan.checkpoints))
     texts = []
     for name in _SETTINGS:
-        if name in settled:
-            value = settled[name]
-            number = f"{value:g}" if isinstance(value, float) else str(value)
-            texts.append(f"{name} {number}")
+        if name not in settled:
+            continue
+        value = settled[name]
+        if isinstance(value, float):
+            value = f"{value:g}"
+        texts.append(f"{name} {value}")
     if not texts:
         return ""
     return f"\nSettings: {escaped(', '.join(texts))}.\n"
@@ -393,11 +396,15 @@ def _settings(plan: Plan) -> str:
 def _size(layout: Layout) -> str:
     """The ranks, the scale, the number of parameters and the size of an adapter."""
     config = layout.config
-    form = f"PEFT's {config.get('peft_type')}"
-    if config.get("peft_type") == LORA:
+    form = f"PEFT's {config['peft_type']}"
+    if config["peft_type"] == LORA:
         ranks = sorted({config["r"], *config["rank_pattern"].values()})
-        rank = f"Rank {ranks[0]}" if len(ranks) == 1 else f"Ranks {ranks[0]} to {ranks[-1]}"
-        scale = "rank-stabilized scale α/√r" if config.get("use_rslora") else "scale α/r"
+        rank = f"Rank {ranks[0]}"
+        if len(ranks) > 1:
+            rank = f"Ranks {ranks[0]} to {ranks[-1]}"
+        scale = "scale α/r"
+        if config.get("use_rslora"):
+            scale = "rank-stabilized scale α/√r"
         form = f"{rank}; {scale}"
 
     parameters = sum(math.prod(tensor.shape) for tensor in layout.tensors)
@@ -425,11 +432,14 @@ def _truncation(record: CompositionRecord) -> list[str]:
     if not record.reduced:
         return []
 
-    worst = escaped(error_text(max(module["relative_error"] for module in record.reduced.values())))
-    rank = _ranks(record.reduced.values())
     count = "1 module was" if len(record.reduced) == 1 else f"{len(record.reduced)} modules were"
-    verb = "reduced to" if record.output.keys() & {"max_rank", "max_error"} else "computed at"
-    return [f"{count} {verb} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {worst}"]
+    verb = "computed at"
+    if record.output.keys() & {"max_rank", "max_error"}:
+        verb = "reduced to"
+    rank = _ranks(record.reduced.values())
+    worst = max(module["relative_error"] for module in record.reduced.values())
+    error = escaped(error_text(worst))
+    return [f"{count} {verb} {rank}: the relative error of a module's ΔW (Frobenius norm) is up to {error}"]
 
 
 def _ranks(modules: Iterable[Mapping[str, int | float]]) -> str:

@@ -110,7 +110,8 @@ def _tokens(full: FullWeights) -> None:
     # The tokens of the tokenizer that the result would have
     folders = {name: companions.folder for name, companions in plan.companions.folders.items()}
     tokens = dict(read_tokens(folders[united.owner]) or {})
-    tokens |= {i: (read_tokens(folder) or {})[i] for i, folder in united.added.items()}
+    for row, folder in united.added.items():
+        tokens[row] = (read_tokens(folder) or {})[row]
 
     for slot in plan:
         for span in slot.spans:
@@ -118,13 +119,13 @@ def _tokens(full: FullWeights) -> None:
                 continue
             expert = span.terms[0].expert
             theirs = read_tokens(folders[expert]) or {}
-            odd = next((i for i in range(span.start, span.stop) if i in theirs and theirs[i] != tokens.get(i)), None)
-            if odd is not None:
-                raise ExpertError(
-                    f"Row {odd} of {slot.name} is that of {theirs[odd]!r} in {expert}, but the tokenizer of "
-                    f"{united.owner}, which the result would have, cannot have that token",
-                    "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
-                )
+            for row in range(span.start, span.stop):
+                if row in theirs and theirs[row] != tokens.get(row):
+                    raise ExpertError(
+                        f"Row {row} of {slot.name} is that of {theirs[row]!r} in {expert}, but the tokenizer of "
+                        f"{united.owner}, which the result would have, cannot have that token",
+                        "Use experts whose tokenizers agree, or save one tokenizer that has all tokens in each folder",
+                    )
 
 
 GATES: Mapping[type, tuple[Callable[[Any], None], ...]] = {

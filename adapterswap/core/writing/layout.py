@@ -90,9 +90,10 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
 
     # Everything else: magnitudes and biases, copies of the base's embedding, modules trained in full
     variant = variant_settings(modules)
-    for module in modules if variant else ():
-        like = module.loras[0] if module.terms else _of_another(module, plan)
-        tensors += variant_tensors(module, shapes[module.name], variant, like)
+    if variant:
+        for module in modules:
+            like = module.loras[0] if module.terms else _of_another(module, plan)
+            tensors += variant_tensors(module, shapes[module.name], variant, like)
     for module in modules:
         tensors += _base_copy(module)
     for saved_module in plan.saved.values():
@@ -165,8 +166,12 @@ def _config(plan: Plan, shapes: Mapping[str, Shape], rank: int, alpha: float, rs
 
 def _parameters(plan: Plan) -> dict[str, Any]:
     """The settings for LoRA on parameters, by full name. PEFT distinguishes its layouts only by its version."""
-    entering = [slot.loras[0] for slot in plan.modules.values() if slot.terms and slot.storage is Storage.LORA]
-    names = sorted(lora.name for lora in entering if lora.parameter)
+    modules, names = [], []
+    for slot in plan.modules.values():
+        if slot.terms and slot.storage is Storage.LORA and slot.loras[0].parameter:
+            names.append(slot.loras[0].name)
+        elif slot.terms:
+            modules.append(slot.name)
     if not names:
         return {}
 
@@ -176,16 +181,23 @@ def _parameters(plan: Plan) -> dict[str, Any]:
         if adapts_parameters and adapter.config.peft_version:
             versions.append(adapter.config.peft_version)
 
-    modules = sorted(slot.name for slot in plan.modules.values() if slot.terms and slot.name not in names)
-    return {"target_modules": modules, "target_parameters": names, "peft_version": min(versions)}
+    return {
+        "target_modules": sorted(modules),
+        "target_parameters": sorted(names),
+        "peft_version": min(versions),
+    }
 
 
 def trained_biases(plan: Plan) -> dict[str, str]:
     """The setting `bias`, if the result has trained biases of the base."""
-    if not any(ModuleKeys(name).is_bias and module.terms for name, module in plan.saved.items()):
+    has_biases = any(ModuleKeys(name).is_bias and module.terms for name, module in plan.saved.items())
+    if not has_biases:
         return {}
+
     settings = {adapter.config.bias for adapter in plan.adapters.values()} - {"none"}
-    return {"bias": settings.pop() if len(settings) == 1 else "all"}
+    if len(settings) == 1:
+        return {"bias": settings.pop()}
+    return {"bias": "all"}
 
 
 def _tied(plan: Plan) -> bool:
@@ -222,7 +234,7 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
     dtypes = {lora.dtype for lora in module.loras} or {first.dtype}
     dtype_of_all = dtypes.pop() if len(dtypes) == 1 else "F32"
 
-    # A' = [A_1; A_2], B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s'
+    # A' = [A_1; A_2] (r'×in), B' = [c_1 s_1 B_1, c_2 s_2 B_2] / s' (out×r')
     a_pieces, b_pieces = [], []
     offset = 0
     for term, part in zip(module.terms, module.loras, strict=True):
@@ -241,7 +253,9 @@ def _tensors(module: Slot, shape: Shape, resolved: Resolved) -> list[OutputTenso
     factors = []
     sizes = ((shape.rank, first.in_features), (first.out_features, shape.rank))
     for axis, (key, pieces) in enumerate(zip(first.keys, (a_pieces, b_pieces), strict=True)):
-        dtype = pieces[0].tensor.dtype if module.owner and pieces else dtype_of_all
+        dtype = dtype_of_all
+        if module.owner and pieces:
+            dtype = pieces[0].tensor.dtype
         if dtype == "F16" and _are_small(pieces):
             dtype = "F32"
         factors.append(OutputTensor(key, dtype, sizes[axis], axis, tuple(pieces)))
@@ -253,25 +267,26 @@ def _fused(
 ) -> Iterator[OutputTensor]:
     """A and B of a parameter, with ranks concatenated per expert of the mixture.
 
-    A is viewed as experts×rank×in and B as out×rank×experts.
+    A is stored as (experts·rank)×in and viewed as experts×rank×in, B as out×(rank·experts) and out×rank×experts.
     """
     count, out, into = first.experts, first.out_features, first.in_features
-    key_a, key_b = written_keys(first, plan)
 
-    def factor(key: str, pieces: tuple[Piece, ...], stored: tuple[int, int], view: tuple[int, ...]) -> OutputTensor:
+    a_viewed, b_viewed = [], []
+    for a_piece, b_piece in zip(a_pieces, b_pieces, strict=True):
+        rank = a_piece.tensor.shape[0] // count
+        a_viewed.append(a_piece._replace(tensor=replace(a_piece.tensor, shape=(count, rank, into))))
+        b_viewed.append(b_piece._replace(tensor=replace(b_piece.tensor, shape=(out, rank, count))))
+
+    a_key, b_key = written_keys(first, plan)
+    rank = shape.rank
+    for key, pieces, stored, view in (
+        (a_key, a_viewed, (count * rank, into), (count, rank, into)),
+        (b_key, b_viewed, (out, rank * count), (out, rank, count)),
+    ):
         own_dtype = pieces[0].tensor.dtype if len(pieces) == 1 else dtype
         if own_dtype == "F16" and _are_small(pieces):
             own_dtype = "F32"
-        return OutputTensor(key, own_dtype, stored, 1, pieces, view=view)
-
-    def viewed(piece: Piece, dims: tuple[int, ...]) -> Piece:
-        return piece._replace(tensor=replace(piece.tensor, shape=dims))
-
-    a = tuple(viewed(piece, (count, piece.tensor.shape[0] // count, into)) for piece in a_pieces)
-    yield factor(key_a, a, (count * shape.rank, into), (count, shape.rank, into))
-
-    b = tuple(viewed(piece, (out, piece.tensor.shape[1] // count, count)) for piece in b_pieces)
-    yield factor(key_b, b, (out, shape.rank * count), (out, shape.rank, count))
+        yield OutputTensor(key, own_dtype, stored, 1, tuple(pieces), view=view)
 
 
 def _are_small(pieces: Sequence[Piece]) -> bool:
@@ -287,16 +302,17 @@ def written_keys(module: LoraModule, plan: Plan) -> tuple[str, str]:
     if not module.parameter:
         return module.keys
     holder, _, name = module.name.rpartition(".")
-    outer = [other for other, slot in plan.modules.items() if slot.terms and other.rpartition(".")[0] == holder]
-    inner = name == "gate_up_proj" and f"{holder}.down_proj" in outer
-    layer = f"{holder}.base_layer" if inner else holder
+    second = plan.modules.get(f"{holder}.down_proj")
+    layer = holder
+    if name == "gate_up_proj" and second is not None and second.terms:
+        layer = f"{holder}.base_layer"
     return ModuleKeys(layer).part("lora_A.weight"), ModuleKeys(layer).part("lora_B.weight")
 
 
 def _of_another(module: Slot, plan: Plan) -> LoraModule:
     """For a slot without terms: the LoRA of an expert that does not take part, under the slot's name."""
-    candidates = [adapter.modules.get(module.module) for adapter in plan.adapters.values()]
-    return replace(next(filter(None, candidates)), name=module.name)
+    holders = (adapter.modules for adapter in plan.adapters.values() if module.module in adapter.modules)
+    return replace(next(holders)[module.module], name=module.name)
 
 
 def _padded(tensors: tuple[OutputTensor, ...], rank: int | None) -> Iterator[OutputTensor]:

@@ -93,7 +93,9 @@ def check_renaming(plan: Plan, layout: Layout) -> None:
     tensors = {tensor.key: torch.empty(tensor.shape, device="meta") for tensor in layout.tensors}
     trial = try_in_peft(model, PeftConfig.from_peft_type(**layout.config), tensors)
     if trial is not None and trial.dropped:
-        lost = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in trial.missing}
+        lost: set[str] = set()  # modules
+        for key in trial.missing:
+            lost.add(key.removeprefix("base_model.model.").partition(".lora_")[0])
         raise UnsupportedError(
             f"PEFT would lose LoRA on {and_more(sorted(lost))}: for {config['model_type']} it renames these keys",
             f"Give these modules to the base in a rule of their own. Or: {Target.ADAPTER.otherwise}",
@@ -205,17 +207,19 @@ def _as_expert(plan: Plan, expert: str, model: Base | None) -> Plan:
     base = model or _names_of(plan)
     own_names = adapter.original or {name: name for name in adapter.parts}  # canonical name → the name in the file
 
-    # The first scheme of names that explains those in the file
+    # The first scheme that explains the names in the file: transformers 5's, 4's, or those of the model's own class
     schemes: list[Callable[[str], str | None]] = [
         lambda name: name,
         base.older,
         lambda name: _in_class_of(base, name, own_names),
     ]
-    scheme = next((scheme for scheme in schemes if _explains(scheme, own_names)), lambda name: None)
+    fitting = next((scheme for scheme in schemes if _explains(scheme, own_names)), None)
 
     names: dict[str, str] = {}
     for name in plan.slots:
-        name_in_file = own_names.get(name) or scheme(name)
+        name_in_file = own_names.get(name)
+        if not name_in_file and fitting is not None:
+            name_in_file = fitting(name)
         if name_in_file is None:
             raise UnsupportedError(
                 f"{expert} names its modules like {next(iter(own_names.values()))}, but {name} has no name "
@@ -250,16 +254,25 @@ def _may_be_old(plan: Plan) -> bool:
     model, LLaVA's tower was `model.vision_tower.vision_model`, and Nemotron-H's layers were `backbone.layers.N`, as
     Mamba's still are.
     """
-    names, base = plan.slots, plan.base
-    heads = [name for name in names if "." not in name and ModuleName(name).is_head]
-    if base.reference is None or all(name in heads or _PARTS.search(name) for name in names):
+    base = plan.base
+    if base.reference is None:
         return False
-    config = base.local.config  # before the Hub is asked, which takes longer than a swap
-    with suppress(AdapterswapError):  # if the config is not available: nothing else needs it
-        config = config or Reference(base.reference).config()[1]
+
+    # Names that only transformers 5 gives, and a head's, which has none of the prefixes
+    inside = [name for name in plan.slots if "." in name or not ModuleName(name).is_head]
+    if all(_PARTS.search(name) for name in inside):
+        return False
+
+    # Only multimodal models and those with a `backbone` were renamed. The Hub is asked last: that takes longer than a
+    # swap, and if the config is not available, nothing else needs it.
+    config = base.local.config
+    if not config:
+        with suppress(AdapterswapError):
+            config = Reference(base.reference).config()[1]
     if config is None:
         return False
-    return ModelConfig(config).language is not config or any(name.startswith("backbone.") for name in names)
+    is_multimodal = ModelConfig(config).language is not config
+    return is_multimodal or any(name.startswith("backbone.") for name in plan.slots)
 
 
 def _with_names(plan: Plan, names: Mapping[str, str]) -> Plan:
@@ -300,7 +313,8 @@ def first_fused(plan: Plan) -> str | None:
 
 def _is_uniform(plan: Plan, form: Form) -> bool:
     """Whether every module is a copy of plain LoRA, and all have one rank and alpha."""
-    if form.max_rank is not None or form.max_error is not None or not all(slot.owner for slot in plan.modules.values()):
+    is_copied = all(slot.owner for slot in plan.modules.values())
+    if form.max_rank is not None or form.max_error is not None or not is_copied:
         return False
 
     pairs: set[tuple[int, float] | None] = set()  # None is for a module that stays the base's
@@ -321,17 +335,20 @@ def _is_known_to_fuse(config: Mapping[str, Any], parts: Sequence[LoraModule]) ->
     This saves a trial in PEFT, which needs torch, transformers, PEFT and an empty model.
     """
     key = ModelConfig(config).architecture.expert_width
-    hidden, inner = config.get("hidden_size"), config.get(key or "")
-    count = config.get("num_experts", config.get("num_local_experts"))
-    if key is None or config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+    has_dense_layers = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    if key is None or has_dense_layers:
         return False
-    matches = [_KNOWN_EXPERT.fullmatch(part.name) for part in parts]
-    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+
+    hidden, inner = config.get("hidden_size"), config.get(key)
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}  # out×in
     experts: set[int] = set()
-    for match, part in zip(matches, parts, strict=True):
+    for part in parts:
+        match = _KNOWN_EXPERT.fullmatch(part.name)
         if match is None or shapes[match[2]] != (part.out_features, part.in_features):
             return False
         experts.add(int(match[1]))
+
+    count = config.get("num_experts", config.get("num_local_experts"))
     return experts == set(range(count or 0))
 
 
@@ -343,6 +360,7 @@ def check_fusing(plan: Plan) -> None:
     module = first_fused(plan)
     if module is None:
         return
+
     reference = Reference.to_base(plan.base.reference)
     modules: dict[str, LoraModule] = {}
     for adapter in plan.adapters.values():
@@ -362,7 +380,9 @@ def check_fusing(plan: Plan) -> None:
         a_key, b_key = ModuleKeys(part.name).factors()
         tensors[a_key] = torch.empty(1, part.in_features, device="meta")
         tensors[b_key] = torch.empty(part.out_features, 1, device="meta")
-    trial = try_in_peft(model, LoraConfig(r=1, target_modules=[part.name for part in parts]), tensors)
+
+    config = LoraConfig(r=1, target_modules=[part.name for part in parts])
+    trial = try_in_peft(model, config, tensors)
     if trial is None or trial.dropped:
         raise UnsupportedError(
             f"PEFT cannot load LoRA on {module} into {reference}: transformers 5 fuses the experts of a layer, and "

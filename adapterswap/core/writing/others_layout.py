@@ -64,8 +64,9 @@ def _config(plan: Plan, parts: Mapping[str, OpaqueModule], fan_in_fan_out: bool)
             config[key] = most_common(values.values(), default=None)
             config[pattern] = {name: value for name, value in values.items() if value != config[key]}
 
+    # (IA)³ scales the inputs of feed-forward modules (1×in), and the outputs of others (out×1).
     if first.peft_type == "IA3":
-        config["feedforward_modules"] = sorted(name for name in names if parts[name].tensors["ia3_l"].shape[0] == 1)
+        config["feedforward_modules"] = sorted(name for name in parts if parts[name].tensors["ia3_l"].shape[0] == 1)
     if any(adapter.config.fan_in_fan_out for adapter in plan.adapters.values()):
         config["fan_in_fan_out"] = fan_in_fan_out
     return config
@@ -82,4 +83,9 @@ def _version(plan: Plan) -> dict[str, str]:
         versions.append(adapter.config.peft_version)
     if not versions:
         return {}
-    return {"peft_version": min(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)[:3]])}
+
+    def numbers(version: str) -> list[int]:
+        """0.17.1 as numbers: as text, 0.9 would come after it."""
+        return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+    return {"peft_version": min(versions, key=numbers)}

@@ -342,7 +342,8 @@ class OutputTensor:
 
                 # Along the axis; rows that are cut out of several tensors for one place are added up.
                 width = piece.source.shape[self.axis]
-                place = (slice(None),) * self.axis + (slice(piece.offset, piece.offset + width),)
+                all_before = (slice(None),) * self.axis
+                place = (*all_before, slice(piece.offset, piece.offset + width))
                 if piece.cut is not None and piece.offset in offsets:
                     values[place] += numbers
                 else:
@@ -385,11 +386,16 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     Tensors with larger elements come first, then they are sorted by name: so every tensor is aligned, and the same
     tensors give the same bytes. The header is padded with spaces to a multiple of 8 bytes.
     """
+
+    def place_in_order(tensor: tuple[str, str, tuple[int, ...]]) -> tuple[int, str]:
+        name, dtype, _ = tensor
+        return -Dtype.BYTES[dtype], name
+
     # Offsets in the header count from its end.
     placed: dict[str, Tensor] = {}
     offset = 0
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, dtype, shape in sorted(tensors, key=lambda spec: (-Dtype.BYTES[spec[1]], spec[0])):
+    for name, dtype, shape in sorted(tensors, key=place_in_order):
         stop = offset + Dtype.BYTES[dtype] * prod(shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, stop]}
         placed[name] = Tensor(name, dtype, shape, offset, stop)
@@ -398,6 +404,9 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[b
     raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
 
-    start = 8 + len(raw)
-    moved = {name: Tensor(name, t.dtype, t.shape, t.start + start, t.stop + start) for name, t in placed.items()}
+    # In the file, eight bytes with the header's length come first.
+    end = 8 + len(raw)
+    moved = {}
+    for name, tensor in placed.items():
+        moved[name] = Tensor(name, tensor.dtype, tensor.shape, end + tensor.start, end + tensor.stop)
     return len(raw).to_bytes(8, "little") + raw, moved

@@ -63,7 +63,9 @@ class SourceRecord(_Written):
     origin: Origin | None = field(default=None, description="How it was made, from the adapterswap.json in its folder.")
 
     def __str__(self) -> str:
-        return f"{self.source}@{self.revision}" if self.revision else self.source
+        if not self.revision:
+            return self.source
+        return f"{self.source}@{self.revision}"
 
     @property
     def reference(self) -> str | None:
@@ -76,10 +78,12 @@ class SourceRecord(_Written):
     def of_adapter(adapter: Adapter, sha256: str) -> SourceRecord:
         """The identity of an adapter; `sha256` is the hash of its weights."""
         base = adapter.trained_on or adapter.config.base_model
+        if base:
+            base = Reference(base).public_name
         return _source(
             adapter,
             sha256={WEIGHTS: sha256, CONFIG: adapter.config.sha256},
-            base_model=base and Reference(base).public_name,
+            base_model=base,
             base_revision=adapter.config.revision,
         )
 
@@ -274,10 +278,13 @@ class CompositionRecord(_Written):
         if not isinstance(recorded, dict):
             return recorded
 
-        # Coefficients that are those of a whole average belong to that.
+        # Coefficients that are those of a whole average belong to that. The base's share of it is not recorded.
         for rule in self.rules:
             members = rule.averages.get(rule.expert or "")
-            if members and recorded == {name: 1 / len(members) for name in members if name != BASE}:
+            if not members:
+                continue
+            shares = {name: 1 / len(members) for name in members if name != BASE}
+            if recorded == shares:
                 return rule.expert
         return recorded
 
@@ -288,16 +295,18 @@ class CompositionRecord(_Written):
             sha256_of_source: the hashes of the files that it was converted from.
             conversion: fields of `ConversionRecord`.
         """
-        sources = {
-            name: source.model_copy(update={"sha256": dict(sha256_of_source)}) for name, source in self.experts.items()
-        }
-        return self.model_copy(update={"experts": sources, "conversion": ConversionRecord(**conversion)})
+        experts = {}
+        for name, source in self.experts.items():
+            experts[name] = source.model_copy(update={"sha256": dict(sha256_of_source)})
+        return self.model_copy(update={"experts": experts, "conversion": ConversionRecord(**conversion)})
 
     @staticmethod
     def read(folder: Path) -> CompositionRecord | None:
         """The record of the composition in a folder; None if it holds something else, or no readable record."""
         record = read_record(folder)
-        return record if isinstance(record, CompositionRecord) else None
+        if not isinstance(record, CompositionRecord):
+            return None
+        return record
 
     @staticmethod
     def of(
@@ -471,7 +480,7 @@ def origin_of(folder: Path) -> Origin | None:
 
 def _shortened(origin: dict[str, Any], generations: int) -> dict[str, Any]:
     """An origin, cut off after this many generations."""
-    sources = [*origin.get("experts", {}).values()]
+    sources = list(origin.get("experts", {}).values())
     if "start" in origin:
         sources.append(origin["start"])
 

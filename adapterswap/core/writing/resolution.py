@@ -31,8 +31,8 @@ from adapterswap.kit.errors import BaseModelError, ExpertError, Problems
 from adapterswap.kit.files.numbers import Dtype, row_ranges
 from adapterswap.kit.files.tensorfile import open_files
 
-Matrix = npt.NDArray[np.floating]
-
+KeptRows = Mapping[tuple[str, str], npt.NDArray[np.bool_]]
+"""(side, module) → which rows of the side's ΔW are kept, of out; all rows of modules that it does not list."""
 
 _ELEMENTS = 2**20  # elements to read at a time
 
@@ -121,7 +121,9 @@ def _dense_magnitude(shares: Mapping[str, float], plan: Plan, adapters: Mapping[
                 continue
 
             # The sum of |ΔW| over each row of W as stored, divided by the length of a row of ΔW
-            readers = [(np.float32(shares[name]), read.rows_of(name, change)) for name, change in changes.items()]
+            readers = []
+            for name, change in changes.items():
+                readers.append((np.float32(shares[name]), read.rows_of(name, change)))
             base_weight = Whole.of(original.path, original.tensor)
             columns, count = original.tensor.shape[-1], math.prod(original.tensor.shape[:-1])
             outputs = columns if base.is_transposed(key) else count
@@ -145,8 +147,8 @@ class Resolved(NamedTuple):
     """
 
     plan: Plan
-    magnitudes: Mapping[str, float] = {}
-    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] = {}
+    magnitudes: Mapping[str, float]
+    kept_rows: KeptRows
 
     def kept_share(self) -> dict[str, float]:
         """The share of each side's rows that the threshold keeps, over the side's modules."""
@@ -164,10 +166,10 @@ class Resolved(NamedTuple):
         SLERP of stored tensors stays open: it is computed together with the tensors.
         """
         by_magnitude = any(slot.rule is not None and slot.rule.weights for slot in plan)
-        by_angle = any(slot.has_span and slot.is_low_rank for slot in plan)  # others are computed from whole tensors
+        by_angle = any(slot.has_span and slot.is_low_rank for slot in plan)  # other angles are those of whole tensors
         threshold = plan.composition.row_threshold
         if not (by_magnitude or by_angle or threshold):
-            return Resolved(plan)
+            return Resolved(plan, {}, {})
 
         magnitudes = sides_magnitudes(plan)
         with FactorReader.open(plan.adapters) as read:
@@ -175,17 +177,16 @@ class Resolved(NamedTuple):
             kept_rows = {}
             if threshold is not None:
                 for slot in plan.modules.values():
-                    for side, factors in side_factors(slot, read).items():
+                    for side, factors in side_factors(slot, read, {}).items():
                         kept_rows[side, slot.name] = factors.row_magnitudes(slot.name) >= threshold
         return Resolved(replace(plan, slots=slots), magnitudes, kept_rows)
 
 
-def side_factors(
-    slot: Slot,
-    read: FactorReader,
-    kept_rows: Mapping[tuple[str, str], npt.NDArray[np.bool_]] | None = None,
-) -> dict[str, Factors]:
-    """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'."""
+def side_factors(slot: Slot, read: FactorReader, kept_rows: KeptRows) -> dict[str, Factors]:
+    """The ΔW of each side of a slot, as factors: an expert's, or the average of several experts'.
+
+    Rows that are not kept are zeros.
+    """
     sides: Mapping[str, Mapping[str, float]] = {}
     if slot.rule is not None:
         sides = slot.rule.sides
@@ -197,11 +198,13 @@ def side_factors(
             share = sides[term.side][term.expert]
         parts_of.setdefault(term.side, []).append((share, read(term.expert, term.lora)))
 
-    combined = {side: _joined(parts) for side, parts in parts_of.items()}
-    for side, factors in combined.items():
-        rows = (kept_rows or {}).get((side, slot.name))
+    combined = {}
+    for side, parts in parts_of.items():
+        factors = _joined(parts)
+        rows = kept_rows.get((side, slot.name))
         if rows is not None:
-            combined[side] = factors.masked(rows)
+            factors = factors.masked(rows)
+        combined[side] = factors
     return combined
 
 
@@ -216,13 +219,16 @@ def _joined(parts: list[tuple[float, Factors]]) -> Factors:
 def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *, apart: bool) -> Slot:
     """The slot with its final coefficients."""
     rule = slot.rule
-    if rule is None or slot.storage.in_full or not (rule.weights or (slot.has_span and slot.is_low_rank)):
+    by_angle = slot.has_span and slot.is_low_rank
+    if rule is None or slot.storage.in_full or not (rule.weights or by_angle):
         return slot
 
-    if rule.weights:  # divided by the sides' magnitudes, then by their sum if the rule normalizes
-        divided = {side: weight / magnitudes[side] for side, weight in slot.weights.items()}
-        total = math.fsum(divided.values()) if rule.normalizes else 1.0
-        weights = {side: weight / total for side, weight in divided.items()}
+    if rule.weights:
+        # Divided by the sides' magnitudes, then by their sum if the rule normalizes
+        weights = {side: weight / magnitudes[side] for side, weight in slot.weights.items()}
+        if rule.normalizes:
+            total = math.fsum(weights.values())
+            weights = {side: weight / total for side, weight in weights.items()}
     else:
         weights = rule.coefficients_of(_gram(slot, rule, read))
         apart = apart or not any(weights.values())  # a module of zeros is written as one
@@ -236,7 +242,7 @@ def _settled(slot: Slot, magnitudes: Mapping[str, float], read: FactorReader, *,
 
 def _gram(slot: Slot, rule: Rule, read: FactorReader) -> npt.NDArray[np.float64]:
     """⟨ΔW_i, ΔW_j⟩ of the blend's sides; zero if a side lacks the module."""
-    sides = side_factors(slot, read)
+    sides = side_factors(slot, read, {})
     names = list(rule.blend or {})
     present = [place for place, name in enumerate(names) if name in sides]
 

@@ -30,18 +30,20 @@ def saved_tensors(module: Slot, plan: Plan, adapted: Collection[str]) -> Iterato
     if has_ranges:
         spans = module.spans
 
+    # Each tensor of the module: its experts' pieces, then the base's
     keys = ModuleKeys(module.name)
     wrapped = keys.is_bias and module.name.removesuffix(".bias") in adapted
     base_model, like = str(plan.composition.base_model), plan.adapters[module.terms[0].expert]
     for parameter, tensor in module.whole[0].change.tensors.items():
         pieces: list[Piece] = []
         for span in spans:
-            cut = (span.start, span.stop) if has_ranges else None
+            cut, rows = None, None
+            if has_ranges:
+                cut, rows = (span.start, span.stop), span.stop
             for term in span.whole:
                 own = term.change.tensors[parameter]
                 pieces.append(Piece(term.expert, term.change.path, own, term.coefficient, span.start, cut=cut))
             for share in span.base:
-                rows = span.stop if has_ranges else None
                 path, own = base_tensor(base_model, like, keys.parameter_name(parameter), tensor, rows=rows)
                 pieces.append(Piece(BASE, path, own, share.coefficient or 0.0, span.start, cut=cut))
 

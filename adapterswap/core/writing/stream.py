@@ -23,8 +23,9 @@ from adapterswap.core.model.opened_base import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.writing.blocks import Entered, ResultTensor, Rows, compute, needs_torch, read_blocks
+from adapterswap.core.writing.blocks import Entered, ResultTensor, compute, needs_torch, read_blocks
 from adapterswap.core.writing.outputs import cores, header_bytes, torch_threads
+from adapterswap.core.writing.resolution import KeptRows
 from adapterswap.kit.errors import ArgumentError, check_type
 from adapterswap.kit.files.numbers import Dtype, write_at
 from adapterswap.kit.files.tensorfile import Tensor, TensorFile, open_files
@@ -208,7 +209,7 @@ def stream(
     folder: Path,
     *,
     devices: Sequence[str],
-    kept_rows: Rows,
+    kept_rows: KeptRows,
     progress: Callable[[], None] = lambda: None,
 ) -> Entered:
     """Write the shards into `folder`, and return which source tensors were used.

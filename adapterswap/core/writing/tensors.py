@@ -89,11 +89,11 @@ class _Run(NamedTuple):
 def _runs(source: TensorFile, targets: Mapping[str, Sequence[int]]) -> Iterator[_Run]:
     """All tensors of a file in runs: a mixture's 37,000 small tensors one by one took twice as long."""
 
-    def destination(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    def dtype_and_shifts(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
         return tensor.dtype, tuple(place - tensor.start for place in targets.get(tensor.name, ()))
 
     # Tensors are in the order of their bytes and without gaps: `TensorFile.read` checked it.
-    for (dtype, shifts), group in groupby(source.tensors.values(), destination):
+    for (dtype, shifts), group in groupby(source.tensors.values(), dtype_and_shifts):
         tensors = list(group)
         yield _Run(tensors[0].start, tensors[-1].stop, dtype, shifts)
 

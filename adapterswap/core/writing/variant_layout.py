@@ -18,9 +18,10 @@ def variant_settings(modules: Iterable[Slot]) -> dict[str, Any]:
     """The settings for a variant of LoRA (DoRA, biases of B), if a changed module uses one."""
     used: set[str] = set()
     for module in modules:
-        if module.storage is Storage.VARIANT:
-            for term in module.opaque:
-                used.update(key for key, value in term.change.part.settings.items() if value)
+        if module.storage is not Storage.VARIANT:
+            continue
+        for term in module.opaque:
+            used.update(key for key, value in term.change.part.settings.items() if value)
     return {key: True for key in ("use_dora", "lora_bias") if key in used}
 
 

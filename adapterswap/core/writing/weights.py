@@ -25,11 +25,11 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.planner import make_plan
 from adapterswap.core.planning.rules import BASE
 from adapterswap.core.writing.adapter import COMPOSED
-from adapterswap.core.writing.blocks import Entered, Rows
+from adapterswap.core.writing.blocks import Entered
 from adapterswap.core.writing.cards import merged_card
 from adapterswap.core.writing.gates import FullWeights, check
 from adapterswap.core.writing.records import CompositionRecord, SourceRecord
-from adapterswap.core.writing.resolution import Resolved
+from adapterswap.core.writing.resolution import KeptRows, Resolved
 from adapterswap.core.writing.stream import ModelForm, OutputShard, choose_devices, index_of, lay_out_model, stream
 from adapterswap.kit.errors import ArgumentError, UnsupportedError, and_more, check_type
 from adapterswap.kit.files.folders import CARD
@@ -98,7 +98,7 @@ class Merged(NamedTuple):
     form: ModelForm
     shards: tuple[OutputShard, ...]
     magnitudes: Mapping[str, float] = {}
-    kept_rows: Rows = MappingProxyType({})
+    kept_rows: KeptRows = MappingProxyType({})
     kept_share: Mapping[str, float] = {}
     quantized: Checkpoint | None = None
 

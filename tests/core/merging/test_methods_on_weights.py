@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import weights
 from pico_models import merged_by_peft
+from safetensors.torch import save_file
 from tolerances import close
 
 import adapterswap
@@ -73,6 +76,18 @@ def test_an_adapter_counts_as_its_full_weights(
                 assert tensor.equal(original[name]), name
             else:
                 close(tensor.numpy(), expected[name], depth=8, scale=4.0, name=f"{name} ")
+
+
+@pytest.mark.parametrize("case", ["magmax", "nuslerp", "tsv"])
+def test_what_only_the_base_has_is_rounded(case: str, model: Callable[..., Path], tmp_path: Path) -> None:
+    """A tensor that no expert changes, such as those of layers that predict further tokens, in another dtype."""
+    base, experts = tmp_path / "base", {"task": model(seed=1), "language": model(seed=2)}
+    shutil.copytree(model(), base)
+    further = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    save_file({**weights(base), "mtp.fc.weight": further}, base / "model.safetensors", {"format": "pt"})
+    plan = adapterswap.compose(composition_of(case, base_model=str(base)), experts)
+    merged = weights(adapterswap.merge(plan, out_path=tmp_path / "out", dtype="bfloat16"))
+    assert merged["mtp.fc.weight"].equal(further.bfloat16())
 
 
 def test_whole_weights_need_no_base_where_all_experts_are_full(model: Callable[..., Path], tmp_path: Path) -> None:
