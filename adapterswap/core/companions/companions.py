@@ -53,6 +53,7 @@ _SUBJECTS: dict[Kind, str] = {
     "processor": "processors",
     "pooling": "pooling",
 }
+_OF_PROMPTS: tuple[Kind, Kind] = ("tokenizer", "chat_template")  # what prompts depend on
 _REMEDY = "Use a folder with a valid config.json"
 
 
@@ -239,7 +240,9 @@ class CompanionPlan(NamedTuple):
     def owner(self, kind: Kind) -> str | None:
         """Whose companions of a kind the result takes: an expert's name or `base`; None if nobody has any."""
         ownership = self.owners.get(kind)
-        return None if ownership is None else ownership.owner
+        if ownership is None:
+            return None
+        return ownership.owner
 
     @property
     def lines(self) -> list[str]:
@@ -294,8 +297,7 @@ class CompanionPlan(NamedTuple):
     @property
     def prompt_record(self) -> dict[str, str]:
         """Whose tokenizer and chat templates are taken, for records; without those that nobody has."""
-        kinds: tuple[Kind, Kind] = ("tokenizer", "chat_template")
-        return {kind: self.owners[kind].owner for kind in kinds if kind in self.owners}
+        return {kind: self.owners[kind].owner for kind in _OF_PROMPTS if kind in self.owners}
 
     @property
     def prompts_of_experts(self) -> dict[str, str]:
@@ -305,8 +307,11 @@ class CompanionPlan(NamedTuple):
     @property
     def prompt_lines(self) -> list[str]:
         """The lines on what prompts depend on."""
-        kinds: tuple[Kind, Kind] = ("tokenizer", "chat_template")
-        return [str(self.owners[kind]) for kind in kinds if kind in self.owners and self.owners[kind].differing]
+        lines = []
+        for kind in _OF_PROMPTS:
+            if kind in self.owners and self.owners[kind].differing:
+                lines.append(str(self.owners[kind]))
+        return lines
 
     @property
     def record(self) -> dict[str, str]:
@@ -328,7 +333,10 @@ class CompanionPlan(NamedTuple):
         """Each kind's owner, and who differs in what, as plain data."""
         content: dict[str, Any] = {}
         if self.config is not None:
-            keys = {name: list(differences.values) for name, differences in self.other_configs.items() if differences}
+            keys = {}
+            for name, differences in self.other_configs.items():
+                if differences:
+                    keys[name] = list(differences.values)
             content["config"] = {"from": self.config, "differing": keys}
         for kind, ownership in self.owners.items():
             parts = {name: list(own_parts) for name, own_parts in ownership.differing.items()}
@@ -338,7 +346,8 @@ class CompanionPlan(NamedTuple):
     def write(self, target: Path) -> None:
         """Write everything that goes beside an adapter into the folder `target`."""
         if self.united is not None:
-            write_united(self.united, {name: companions.folder for name, companions in self.folders.items()}, target)
+            folders = {name: companions.folder for name, companions in self.folders.items()}
+            write_united(self.united, folders, target)
         template = self.owner("chat_template")
         if template is not None:
             write_templates(self.folders[template].templates or {}, target)
@@ -382,8 +391,9 @@ class CompanionPlan(NamedTuple):
         if tokenizer is None or tokenizer == owner or tokenizer not in self.folders:
             return {}, {}
         ids = self.folders[tokenizer].special_ids
-        with_rows = {key: number for key, number in ids.items() if self.rows is None or number < self.rows}
-        return with_rows, self.folders[owner].special_ids
+        if self.rows is not None:
+            ids = {key: number for key, number in ids.items() if number < self.rows}
+        return ids, self.folders[owner].special_ids
 
     @staticmethod
     def decide(
@@ -423,7 +433,9 @@ class CompanionPlan(NamedTuple):
         owners: dict[Kind, Ownership] = {}
         united = None
         if tokenizer == BASE_FOLDER and base is None:  # an adapter without a tokenizer has that of its base
-            differing = _differing("tokenizer", BASE_FOLDER, compared) if BASE_FOLDER in compared else {}
+            differing: Mapping[str, tuple[str, ...]] = {}
+            if BASE_FOLDER in compared:
+                differing = _differing("tokenizer", BASE_FOLDER, compared)
             owners["tokenizer"] = Ownership("tokenizer", BASE_FOLDER, differing)
             _check_chosen("chat_template", template, folders)
         else:
@@ -437,13 +449,14 @@ class CompanionPlan(NamedTuple):
 
         # Every other kind: the first one's that has any
         for kind in get_args(Kind)[1:]:
-            names = [name for name, companions in folders.items() if companions.has(kind)]
-            is_chosen = kind == "chat_template" and (tokenizer or template)
-            if is_chosen:
+            holders = [name for name, companions in folders.items() if companions.has(kind)]
+            owner = None
+            if kind == "chat_template" and (tokenizer or template):
                 # An expert that is chosen but has no template was trained with the base's, if any.
-                names = [name for name in (template, tokenizer, BASE_FOLDER) if name in names]
-            if names:
-                owner = names[0] if is_chosen else _plainest(kind, names[0], folders)
+                owner = next((name for name in (template, tokenizer, BASE_FOLDER) if name in holders), None)
+            elif holders:
+                owner = _plainest(kind, holders[0], folders)
+            if owner is not None:
                 owners[kind] = Ownership(kind, owner, _differing(kind, owner, compared))
 
         # The other configs, where they differ from the owner's
@@ -488,8 +501,7 @@ class CompanionPlan(NamedTuple):
             folders[name] = Companions(folder)
 
         lines = []
-        kinds: tuple[Kind, ...] = ("tokenizer", "chat_template")
-        for kind in kinds:
+        for kind in _OF_PROMPTS:
             if not folders[BASE_FOLDER].has(kind):
                 continue
             ownership = Ownership(kind, BASE_FOLDER, _differing(kind, BASE_FOLDER, folders))

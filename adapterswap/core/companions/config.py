@@ -98,7 +98,7 @@ class ConfigDifferences(NamedTuple):
             one, other: the contents of two config.json.
             ignoring: keys that the caller compares in another way.
         """
-        if all(map(pads_only_to_generate, (one, other))):
+        if pads_only_to_generate(one) and pads_only_to_generate(other):
             ignoring = (*ignoring, _PAD)
         values = _differing(_computing(one, ignoring), _computing(other, ignoring))
         if not values:
@@ -147,10 +147,16 @@ def _computing(config: Mapping[str, Any], ignoring: Collection[str]) -> dict[str
 
 
 def _flat(config: Mapping[str, Any], left_out: Collection[str], prefix: str) -> Iterator[tuple[str, Any]]:
-    content = config if _ROPE in prefix.split(".") else _with_one_rope(config)
+    """The values of a config or of a part of it, whose keys follow `prefix`, without those to be left out."""
+    content = config
+    if _ROPE not in prefix.split("."):
+        content = _with_one_rope(config)
     only_a_limit = _is_of_any_length(content.get(_ROPE))
+
     for key, value in content.items():
-        if key in left_out or (key == _QUANTIZATION and value is None) or (key == _LENGTH and only_a_limit):
+        if key in left_out:
+            continue
+        if (key == _QUANTIZATION and value is None) or (key == _LENGTH and only_a_limit):
             continue
         if isinstance(value, Mapping):
             yield from _flat(value, left_out, f"{prefix}{key}.")
@@ -162,8 +168,8 @@ def _is_of_any_length(rope: Any) -> bool:
     """Whether a model with these rotary settings computes the same whatever its `max_position_embeddings`."""
     if not isinstance(rope, Mapping):
         return False
-    parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # one for each kind of layers
-    return all(part.get("rope_type") in _OF_ANY_LENGTH for part in parts)
+    nested = [part for part in rope.values() if isinstance(part, Mapping)]  # one for each kind of layers
+    return all(part.get("rope_type") in _OF_ANY_LENGTH for part in nested or [rope])
 
 
 def pads_only_to_generate(config: Mapping[str, Any]) -> bool:
@@ -178,18 +184,22 @@ def _with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config, or a part of one, with its rotary settings as transformers 5 reads them, under its name."""
     if not config.keys() & {"rope_theta", "rope_scaling", _ROPE, "rope_local_base_freq"}:
         return dict(config)
+
     result = dict(config)
-    scaling, parameters = result.pop("rope_scaling", None), result.pop(_ROPE, None)
-    theta, local = result.pop("rope_theta", None), result.pop("rope_local_base_freq", None)
+    scaling = result.pop("rope_scaling", None)
+    parameters = result.pop(_ROPE, None)
+    theta = result.pop("rope_theta", None)
+    local_theta = result.pop("rope_local_base_freq", None)
     rope = scaling or parameters or {}
     if not isinstance(rope, Mapping):
         return dict(config)
+
     if rope and all(isinstance(part, Mapping) for part in rope.values()):  # one for each kind of layers
         result[_ROPE] = {kind: _rope(part, None) for kind, part in rope.items()}
-    elif local is not None:
+    elif local_theta is not None:
         result[_ROPE] = {
             "full_attention": _rope(rope, theta),
-            "sliding_attention": _rope({}, local),
+            "sliding_attention": _rope({}, local_theta),
         }
     else:
         result[_ROPE] = _rope(rope, theta)
@@ -197,6 +207,7 @@ def _with_one_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(parameters: Mapping[str, Any], theta: Any) -> dict[str, Any]:
+    """The rotary settings of one kind of layers, with their type and, unless it is None, their base θ."""
     rope = dict(parameters)
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")

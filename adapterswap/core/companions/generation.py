@@ -73,8 +73,10 @@ def config_with_ids(config: Mapping[str, Any], ids: Mapping[str, int], earlier: 
         if isinstance(value, Mapping) and value.keys() & {*_IDS}:
             nested[key] = with_ids(value, ids, earlier)
 
-    has_none_itself = nested and not config.keys() & {*_IDS}
-    changed = dict(config) if has_none_itself else with_ids(config, ids, earlier)
+    has_some_itself = bool(config.keys() & {*_IDS})
+    changed = dict(config)
+    if has_some_itself or not nested:
+        changed = with_ids(config, ids, earlier)
     return changed | nested
 
 

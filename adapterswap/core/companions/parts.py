@@ -80,7 +80,9 @@ def differing_parts(one: Path, other: Path) -> tuple[str, ...]:
 
 
 def _different(one: Mapping[str, Any], other: Mapping[str, Any], *, but: Collection[str] = ()) -> list[str]:
-    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name) and name not in but)
+    """The names under which two mappings differ, sorted, without those in `but`."""
+    names = (one.keys() | other.keys()) - set(but)
+    return sorted(name for name in names if one.get(name) != other.get(name))
 
 
 def special_ids(folder: Path) -> dict[str, int]:
@@ -117,16 +119,18 @@ def _settings(folder: Path) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     special: set[str] = set()
     for key, value in {**_object(folder, _SPECIAL), **_object(folder, SETTINGS)}.items():
-        if key in _ALSO_SPECIAL and isinstance(value, dict):
+        if key not in _ALSO_SPECIAL:
+            if key not in _NEUTRAL:
+                plain[key] = _text(value)
+        elif isinstance(value, dict):
             plain |= {name: _text(token) for name, token in value.items()}
-        elif key in _ALSO_SPECIAL:
-            if not isinstance(value, list | None):
-                raise ExpertError(f"{folder / SETTINGS}: {key} is {shown(value)}, but must be a list", _REMEDY)
+        elif isinstance(value, list | None):
             special |= {str(_text(token)) for token in value or ()}
-        elif key not in _NEUTRAL:
-            plain[key] = _text(value)
+        else:
+            raise ExpertError(f"{folder / SETTINGS}: {key} is {shown(value)}, but must be a list", _REMEDY)
     plain["special_tokens"] = sorted(special)
 
+    # One name for the classes that any fast tokenizer has, and no length where a text may have any
     class_name = plain.get("tokenizer_class")
     if isinstance(class_name, str):
         class_name = class_name.removesuffix("Fast")
@@ -156,8 +160,11 @@ def _is_default(key: str, value: Any) -> bool:
 def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     """The added tokens that other files than tokenizer.json list: id → the token and its flags."""
     decoder = _object(folder, SETTINGS).get("added_tokens_decoder")
-    if isinstance(decoder, dict) and all(isinstance(token, dict) and _is_id(key) for key, token in decoder.items()):
-        return {int(key): _flagged(token) for key, token in decoder.items()}
+    if isinstance(decoder, dict):
+        is_readable = all(_is_id(key) and isinstance(token, dict) for key, token in decoder.items())
+        if is_readable:
+            return {int(key): _flagged(token) for key, token in decoder.items()}
+
     if os.path.exists(folder / FAST):
         return {}
     added: dict[int, dict[str, Any]] = {}
@@ -172,7 +179,9 @@ def _is_id(key: str) -> bool:
 
 
 def _flagged(token: Mapping[str, Any]) -> dict[str, Any]:
-    return {"content": str(token.get("content")), **{flag: bool(token.get(flag)) for flag in _FLAGS}}
+    """An added token: its text, and each of its flags, which are false where a file leaves them out."""
+    flags = {flag: bool(token.get(flag)) for flag in _FLAGS}
+    return {"content": str(token.get("content")), **flags}
 
 
 def _slow_files(folder: Path) -> dict[str, Any]:
@@ -214,7 +223,10 @@ def _read_sections(path: Path, version: Stamps) -> Mapping[str, Any]:
         raise ExpertError(f"{path} is not a JSON object", _REMEDY)
     _check(content, path)
 
-    sections = {key: _plain(value) for key, value in content.items() if key not in ("version", "model", "added_tokens")}
+    sections = {}
+    for key, value in content.items():
+        if key not in ("version", "model", "added_tokens"):
+            sections[key] = _plain(value)
 
     # The model's vocabulary and merges are sections of their own. A setting that is null or false says nothing.
     model = dict(content.get("model") or {})

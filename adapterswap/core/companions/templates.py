@@ -32,7 +32,9 @@ def read_templates(folder: Path | None) -> Templates | None:
     """The chat templates in a folder, which transformers would read; None if there is none."""
     if folder is None:
         return None
-    templates = _files(folder) or _entries(_object(folder, SETTINGS).get(_KEY), folder / SETTINGS)
+    templates = _files(folder)
+    if not templates:
+        templates = _entries(_object(folder, SETTINGS).get(_KEY), folder / SETTINGS)
     legacy = _entries(_object(folder, LEGACY).get(_KEY), folder / LEGACY)
     if not templates:
         return legacy or None

@@ -100,14 +100,19 @@ def token_clashes(one: Path, other: Path) -> list[str]:
 
 def clashes(one: Tokens, other: Tokens) -> list[str]:
     """Where two tokenizers disagree, as text: ids with two different tokens, or else tokens with two ids."""
-    by_id = [f"{i} is {one[i]!r} and {other[i]!r}" for i in sorted(one.keys() & other.keys()) if one[i] != other[i]]
-    if by_id:
-        return by_id
+    clashing = []
+    for number in sorted(one.keys() & other.keys()):
+        if one[number] != other[number]:
+            clashing.append(f"{number} is {one[number]!r} and {other[number]!r}")
+    if clashing:
+        return clashing
 
-    ours = {token: i for i, token in one.items()}
-    theirs = {token: i for i, token in other.items()}
-    both = sorted(ours.keys() & theirs.keys())
-    return [f"{token!r} is {ours[token]} and {theirs[token]}" for token in both if ours[token] != theirs[token]]
+    ours = {token: number for number, token in one.items()}
+    theirs = {token: number for number, token in other.items()}
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            clashing.append(f"{token!r} is {ours[token]} and {theirs[token]}")
+    return clashing
 
 
 def unite(
@@ -148,19 +153,30 @@ def unite(
     if len(set(fast.values())) < 2:
         return United(chosen or next(iter(holders)))
 
-    # The tokens of each that fits the embedding, and those that each brings: all but what another one replaced
+    # Whose ids are all rows of the embedding; all, if nobody's are
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
     beyond: set[str] = set()
     if rows is not None:
         beyond = {name for name, own_tokens in tokens.items() if max(own_tokens, default=0) >= rows}
     within = [name for name in tokens if name not in beyond] or list(tokens)
+
+    # The tokens that experts put in place of the base's
     base_tokens = tokens.get(BASE_FOLDER, {})
     replaced: dict[int, str] = {}
-    for name in within if BASE_FOLDER in within else ():
-        replaced |= {i: token for i, token in tokens[name].items() if base_tokens.get(i, token) != token}
+    if BASE_FOLDER in within:
+        for name in within:
+            for number, token in tokens[name].items():
+                if base_tokens.get(number, token) != token:
+                    replaced[number] = token
+
+    # What each brings: its tokens without those of the base that another one replaced
     brought: dict[str, Tokens] = {}
     for name, own_tokens in tokens.items():
-        brought[name] = {i: token for i, token in own_tokens.items() if i not in replaced or token != base_tokens[i]}
+        kept = {}
+        for number, token in own_tokens.items():
+            if number not in replaced or token != base_tokens[number]:
+                kept[number] = token
+        brought[name] = kept
 
     def fits(name: str) -> tuple[bool, bool]:
         """Whether a tokenizer has all tokens, and whether it has all that replace the base's."""
@@ -203,8 +219,10 @@ def write_united(united: United, folders: Mapping[str, Path], target: Path) -> N
     if not expected:
         raise ExpertError(f"{owner / FAST} cannot be read by the tokenizers library", _REMEDY)
     for number, folder in united.added.items():
-        theirs = json.loads((folder / FAST).read_text(encoding="utf-8"))["added_tokens"]
-        entries |= {entry["id"]: entry for entry in theirs if entry["id"] == number}
+        theirs = json.loads((folder / FAST).read_text(encoding="utf-8"))
+        for entry in theirs["added_tokens"]:
+            if entry["id"] == number:
+                entries[number] = entry
         expected[number] = (read_tokens(folder) or {})[number]
 
     content["added_tokens"] = [entries[number] for number in sorted(entries)]

@@ -19,7 +19,8 @@ Mask = npt.NDArray[np.bool_]
 def weighted_sum(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
     """λ·Σ w_i·ΔW_i, divided by Σ w_i if weights are normalised."""
     total = _add([np.float32(weights[name]) * delta for name, delta in deltas.items()])
-    return _scaled(total, np.asarray(sum(weights[name] for name in deltas), np.float32), settings)
+    divisor = np.asarray(sum(weights[name] for name in deltas), np.float32)
+    return _scaled(total, divisor, settings)
 
 
 def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], settings: MethodSettings) -> Delta:
@@ -39,6 +40,7 @@ def sum_agreeing(deltas: Mapping[str, Delta], weights: Mapping[str, float], sett
 
 
 def _scaled(merged: Delta, divisor: Delta, settings: MethodSettings) -> Delta:
+    """λ·merged, divided by the weights that entered if they are normalised; where these are 0, by 1."""
     if settings.normalize:
         merged = np.divide(merged, np.where(np.abs(divisor) < 1e-8, np.float32(1), divisor), dtype=np.float32)
     scale: float = settings["scale"]
@@ -117,7 +119,8 @@ def keep_ranked(delta: Delta, chances: Delta, drawn: Mask, rescale: str) -> Delt
     if rescale == "probability":
         return np.asarray(sparse / chances, np.float32)
     if rescale == "l1":
-        before, after = (float(np.abs(part).sum(dtype=np.float64)) for part in (delta, sparse))
+        before = float(np.abs(delta).sum(dtype=np.float64))
+        after = float(np.abs(sparse).sum(dtype=np.float64))
         if after > 0:
             sparse *= np.float32(before / after)
     return sparse

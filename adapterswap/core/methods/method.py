@@ -66,9 +66,15 @@ class Parameter:
             return ", ".join(self.choices)
         if self.kind is bool:
             return "true or false"
+
+        named = []
         bounds = {"above": self.gt, "at least": self.ge, "below": self.lt, "at most": self.le}
-        named = [f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None and abs(bound) < LARGEST]
-        return ", ".join(named) or ("a whole number" if self.kind is int else "a number")
+        for word, bound in bounds.items():
+            if bound is not None and abs(bound) < LARGEST:
+                named.append(f"{word} {bound:g}")
+        if named:
+            return ", ".join(named)
+        return "a whole number" if self.kind is int else "a number"
 
 
 SCALE = Parameter(
@@ -177,7 +183,8 @@ class Method:
         """How an adapter holds the result with default parameters."""
         if self.acts_on == "weights":
             return "no"
-        return "exact" if self.exact_in_adapters({p.name: p.default for p in self.parameters}) else "reduced"
+        defaults = {parameter.name: parameter.default for parameter in self.parameters}
+        return "exact" if self.exact_in_adapters(defaults) else "reduced"
 
     def combine(
         self, deltas: Arrays, weights: Mapping[str, float], settings: MethodSettings

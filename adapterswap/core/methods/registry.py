@@ -81,7 +81,10 @@ def words_of(field: str, value: object) -> tuple[str, str]:
     `--seed` is the seed of a training, so a method's seed is --method-seed. A method's parameter without an option of
     its own is a value of --parameter.
     """
-    text = str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value)
+    if isinstance(value, bool):
+        text = text.lower()
+
     parameter = PARAMETERS.get(field)
     if parameter is not None and not parameter.has_option:
         return "--parameter", f"{field}={text}"
@@ -127,9 +130,11 @@ def check_name(name: str, *, in_rules: bool) -> str:
         method = find_method(name)
     except (ArgumentError, DependencyError) as error:
         raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
-    is_allowed = method.in_rules if in_rules else method.as_composition
+
+    scope, is_allowed = "whole compositions", method.as_composition
+    if in_rules:
+        scope, is_allowed = "rules", method.in_rules
     if not is_allowed:
-        scope = "rules" if in_rules else "whole compositions"
         raise ValueError(f"{name!r} is not a method of {scope}: choose among {', '.join(names_of(in_rules=in_rules))}")
     return method.name
 

@@ -234,7 +234,8 @@ class IsoCts(CoreMethod):
         # Of all directions, each expert gets the same number, and the common ones the rest.
         size, count = len(sigma), len(cores)
         own_rank = round((size - int(size * settings["common_space_fraction"])) / count)
-        own_rank -= own_rank * count > size  # rounding up may exceed the total
+        if own_rank * count > size:  # rounding up may exceed the total
+            own_rank -= 1
         shared_rank = size - own_rank * count
         u, sigma, vt = u[:, :shared_rank], sigma[:shared_rank], vt[:shared_rank]
 

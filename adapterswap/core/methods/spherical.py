@@ -40,13 +40,16 @@ class Slerp(SpanMethod):
         """SLERP's coefficients, or 1-t and t if the two are (almost) parallel or opposite, or one is zero."""
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
-        cosine = float(gram[0, 1]) / norms if norms else 1.0
+        cosine = 1.0
+        if norms:
+            cosine = float(gram[0, 1]) / norms
         if abs(cosine) > _ALIKE:
             return 1 - t, t
         return _turned(t, cosine)
 
 
 def _turned(t: float, cosine: float) -> tuple[float, float]:
+    """sin((1-t)Ω)/sin Ω and sin(tΩ)/sin Ω."""
     angle = math.acos(cosine)
     return math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
 
@@ -76,7 +79,9 @@ class NuSlerp(SpanMethod):
     def coefficients(self, gram: Gram, weights: Sequence[float], settings: MethodSettings) -> tuple[float, float]:
         t = weights[1] / (weights[0] + weights[1])
         norms = math.sqrt(float(gram[0, 0]) * float(gram[1, 1]))
-        cosine = max(-1.0, min(1.0, float(gram[0, 1]) / norms)) if norms else 0.0
+        cosine = 0.0
+        if norms:
+            cosine = max(-1.0, min(1.0, float(gram[0, 1]) / norms))
         no_angle = _PARALLEL if cosine > 0 else _OPPOSITE
         if 1 - cosine**2 <= no_angle**2:
             return 1 - t, t
@@ -91,9 +96,9 @@ class NuSlerp(SpanMethod):
             return super().combine(deltas, weights, settings)
 
         axis = 0 if settings["nuslerp_row_wise"] else -1
-        first, second = (np.asarray(delta, np.float64) for delta in deltas.values())
-        first_weight, second_weight = (weights[name] for name in deltas)
-        t = second_weight / (first_weight + second_weight)
+        (first_side, first_delta), (second_side, second_delta) = deltas.items()
+        first, second = np.asarray(first_delta, np.float64), np.asarray(second_delta, np.float64)
+        t = weights[second_side] / (weights[first_side] + weights[second_side])
 
         # The angle of each row
         norms = np.sqrt(np.square(first).sum(axis, keepdims=True) * np.square(second).sum(axis, keepdims=True))
@@ -101,9 +106,11 @@ class NuSlerp(SpanMethod):
         straight = 1 - cosine**2 <= np.where(cosine > 0, _PARALLEL, _OPPOSITE) ** 2
         angle = np.arccos(np.where(straight, 0, cosine))
 
-        # Along the arc, or along the line where there is none
-        a, b = (np.where(straight, line, np.sin(line * angle) / np.sin(angle)) for line in (1 - t, t))
-        return np.asarray(a * first + b * second, np.float32)
+        def coefficient(share: float) -> npt.NDArray[np.float64]:
+            """That of each row along the arc, or along the line where there is none."""
+            return np.where(straight, share, np.sin(share * angle) / np.sin(angle))
+
+        return np.asarray(coefficient(1 - t) * first + coefficient(t) * second, np.float32)
 
 
 EPS = Parameter("eps", "norms below this count as zero", 1e-8, gt=0, lt=1)
@@ -187,7 +194,10 @@ class Karcher(SpanMethod):
         # Begin at the mean direction, in terms of the unit vectors; at the first expert if they cancel.
         mean = np.full(len(cosines), share)
         start = length(mean)
-        mean = np.eye(len(cosines))[0] if start < tol else mean / start
+        if start < tol:
+            mean = np.eye(len(cosines))[0]
+        else:
+            mean /= start
 
         # Step along the mean tangent
         for _ in range(settings["max_iter"]):
