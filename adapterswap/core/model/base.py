@@ -207,8 +207,13 @@ def _is_saved_to_adapt(config: Any) -> bool:
     """Whether a model was saved in the class that a new adapter is for."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    saved, language = config.architectures or [], MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return not saved or saved[0] == getattr(language, "__name__", None) or config.get_text_config() is not config
+    if not config.architectures:
+        return True
+    language_model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if config.architectures[0] == getattr(language_model, "__name__", None):
+        return True
+    # A multimodal model is adapted in its own class.
+    return config.get_text_config() is not config
 
 
 class Weight(NamedTuple):
@@ -311,22 +316,26 @@ class Base(Mapping[str, Weight]):
         modules = {name: module for name, module in self._model.named_modules() if isinstance(module, kinds)}
 
         # Which of them share a weight
-        first = {name: self.parameters.get(f"{name}.weight", name) for name in modules}
+        parameter_of = {name: self.parameters.get(f"{name}.weight", name) for name in modules}
         sharing: dict[str, list[str]] = {}
-        for name, own in first.items():
-            sharing.setdefault(own, []).append(name)
+        for name, parameter in parameter_of.items():
+            sharing.setdefault(parameter, []).append(name)
 
         container = layer_container(modules)
         weights = {}
         for name, module in modules.items():
-            shape, embedding = shape_of(module), isinstance(module, torch.nn.Embedding)
+            shape = shape_of(module)
             assert shape is not None  # true of all three kinds
+            out_features, in_features = shape
+            embedding = isinstance(module, torch.nn.Embedding)
+            others = [other for other in sharing[parameter_of[name]] if other != name]
             weights[name] = Weight(
                 name,
-                *shape,
+                out_features,
+                in_features,
                 embedding=embedding,
                 transposed=embedding or isinstance(module, Conv1D),
-                tied=tuple(other for other in sharing[first[name]] if other != name),
+                tied=tuple(others),
                 layer=ModuleName(name).layer(container),
             )
         return weights
@@ -399,10 +408,10 @@ class Base(Mapping[str, Weight]):
     def parameters(self) -> Mapping[str, str]:
         """Parameter name → the first name of the same parameter: tied parameters have several names."""
         first: dict[int, str] = {}
-        return {
-            name: first.setdefault(id(parameter), name)
-            for name, parameter in self._model.named_parameters(remove_duplicate=False)
-        }
+        names = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(id(parameter), name)
+        return names
 
     @cached_property
     def by_parameter(self) -> Mapping[str, Weight]:
@@ -463,14 +472,17 @@ class Base(Mapping[str, Weight]):
 
         def convert(key: str) -> tuple[str, Any, str | None]:
             name, pattern = rename_source_key(key, renamings, converters, prefix, parameters)
-            return name, next((rule for rule in converters if pattern in rule.source_patterns), None), pattern
+            rule = next((rule for rule in converters if pattern in rule.source_patterns), None)
+            return name, rule, pattern
 
         return convert
 
     def rename(self, key: str) -> str | None:
         """The name that `from_pretrained` gives to a checkpoint's key; None if it does more than rename it."""
         name, rule, _ = self.convert(key)
-        return None if rule else name
+        if rule is not None:
+            return None
+        return name
 
     def find(self, module: str, container: str | None, shape: Shape | None = None) -> str | None:
         """The canonical name of a module; None if no module of the model fits, or several do.
@@ -587,6 +599,7 @@ class Base(Mapping[str, Weight]):
         return f"{before_layers(theirs)}{module.removeprefix(start)}"
 
     def _candidates(self, module: str, container: str | None) -> Iterator[str]:
+        """The names that the model may have for a module, likelier ones first."""
         yield self._renamed(module)
         moved = self.exchange(module, container, self.container)
         if moved is not None:
@@ -636,7 +649,9 @@ class Base(Mapping[str, Weight]):
 
 def _holder_of_bias(name: str) -> str | None:
     """The module of a bias; None if the name is a module's."""
-    return name.removesuffix(".bias") if name.endswith(".bias") else None
+    if not name.endswith(".bias"):
+        return None
+    return name.removesuffix(".bias")
 
 
 def _parts(
@@ -650,12 +665,11 @@ def _parts(
     # The keys by expert, and by their place in the concatenation
     matrices: dict[int, dict[int, str]] = {}
     for key, rule, pattern in sources:
-        kinds = [type(operation) for operation in rule.operations]
-        dims = [getattr(operation, "dim", None) for operation in rule.operations]
-        stacked = (kinds, dims) == ([MergeModulelist], [0])
-        below = (kinds, dims) == ([MergeModulelist, Concatenate], [0, 1])
+        operations = [(type(operation), getattr(operation, "dim", None)) for operation in rule.operations]
+        only_stacks = operations == [(MergeModulelist, 0)] and len(rule.source_patterns) == 1
+        stacks_and_concatenates = operations == [(MergeModulelist, 0), (Concatenate, 1)]
         number = _EXPERT.search(key)
-        if number is None or not (below or (stacked and len(rule.source_patterns) == 1)):
+        if number is None or not (only_stacks or stacks_and_concatenates):
             return {}
         matrices.setdefault(int(number[1]), {})[rule.source_patterns.index(pattern)] = key
     if set(matrices) != set(range(shape[0])):

@@ -215,9 +215,12 @@ class Checkpoint:
         """The stored tensors that predict further tokens (MTP). transformers neither loads nor saves them, so a
         fine-tune may lack those of its base."""
         depth = ModelConfig(self.config).stacked_layers
-        return frozenset(
-            key for key in self.parameters if ModuleName(key).is_ahead(ModuleName(key).layer(self.container), depth)
-        )
+        ahead = set()
+        for key in self.parameters:
+            name = ModuleName(key)
+            if name.is_ahead(name.layer(self.container), depth):
+                ahead.add(key)
+        return frozenset(ahead)
 
     @cached_property
     def modules(self) -> StoredModules:
@@ -340,7 +343,9 @@ class Checkpoint:
             container: the expert's list of layers.
         """
         name = self.base.find(parameter, container)
-        return None if name is None else self._fused.get(name)
+        if name is None:
+            return None
+        return self._fused.get(name)
 
     @cached_property
     def _fused(self) -> Mapping[str, FusedParameter]:
@@ -452,10 +457,7 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
         raise _missing(folder)
     remedy = "Download or save the model again"
     weight_map = read_json(index, remedy).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
-        for name in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict) or not all(map(_is_shard, weight_map.values())):
         raise ExpertError(f"{index} is not an index of safetensors shards", remedy)
 
     problems = Problems(ExpertError)
@@ -481,6 +483,11 @@ def read_shards(folder: Path) -> tuple[TensorFile, ...]:
         problems.add(message, remedy)
     problems.raise_if_any()
     return tuple(shards)
+
+
+def _is_shard(name: object) -> bool:
+    """Whether an index names a file of this folder, and a safetensors file."""
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
 
 
 def _missing(folder: Path) -> ExpertError | UnsupportedError:

@@ -50,14 +50,18 @@ def load_dense(folder: Path, name: str) -> Any:
         return load_as_saved(folder, name, config=config)
     if quantization.dequantized == "never":
         raise _cannot(name, quantization, "transformers has no way to dequantize it")
+
     if quantization.dequantized == "loading":
         for part in (config.get_text_config(), config):
             if hasattr(part, "quantization_config"):
                 del part.quantization_config  # transformers removes only the model's own
         config.quantization_config = {**settings_in(content), "dequantize": True}
+
     try:
         model = load_as_saved(folder, name, config=config, device_map="cpu")
-        return model.dequantize() if quantization.dequantized == "loaded" else model
+        if quantization.dequantized == "loaded":
+            model = model.dequantize()
+        return model
     except AdapterswapError as error:
         raise _cannot(name, quantization, error.problems[0].message) from None
     except Exception as error:  # each quantization library has its own errors
@@ -71,9 +75,15 @@ def _without_quantization(model: Any) -> list[Any]:
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    used = {tuple(conversion.target_patterns) for conversion in getattr(model, "_weight_conversions", None) or ()}
-    plain = [rule for rule in get_model_conversion_mapping(model) if tuple(rule.target_patterns) in used]
-    return [rule for rule in plain if _can_be_reversed(rule)]
+    used = set()
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        used.add(tuple(conversion.target_patterns))
+
+    conversions = []
+    for rule in get_model_conversion_mapping(model):
+        if tuple(rule.target_patterns) in used and _can_be_reversed(rule):
+            conversions.append(rule)
+    return conversions
 
 
 def _can_be_reversed(conversion: Any) -> bool:
@@ -85,9 +95,11 @@ def _can_be_reversed(conversion: Any) -> bool:
 
 
 def _cannot(name: str, quantization: Quantization | None, reason: str) -> UnsupportedError:
+    how = "not quantized"
+    if quantization is not None:
+        how = quantization.title
     return UnsupportedError(
-        f"The base {name} ({quantization.title if quantization else 'not quantized'}) cannot be dequantized here: "
-        f"{reason}",
+        f"The base {name} ({how}) cannot be dequantized here: {reason}",
         "Install the library that quantized it, or use the base with floating point weights",
         parameter="base_model",
     )

@@ -104,7 +104,9 @@ def layer_container(names: Iterable[str]) -> str | None:
         The list's name; None if no name is in a list, or if several lists remain (see `check_one_list`).
     """
     lists = _lists_of_layers(names)
-    return lists[0] if len(lists) == 1 else None
+    if len(lists) != 1:
+        return None
+    return lists[0]
 
 
 def check_one_list(expert: str, names: Iterable[str], *, shared: bool = False) -> None:
@@ -157,13 +159,16 @@ def _lists_of_layers(names: Iterable[str]) -> list[str]:
     for lists in (named, inside):
         if len(lists) == len(STACKS) and len({of_any_stack(name) for name in lists}) == 1:
             return [of_any_stack(lists[0])]
-    return named if len(named) == 1 else inside
+    if len(named) == 1:
+        return named
+    return inside
 
 
 def _is_of_another_part(segments: Sequence[str]) -> bool:
     """Whether a segment names a tower, a projector or the like; the first one may be the model's own name."""
-    below = segments[1:] if segments[0] in _OWN_NAMES else segments
-    return any(map(_OTHER_PARTS.search, below))
+    if segments[0] in _OWN_NAMES:
+        segments = segments[1:]
+    return any(map(_OTHER_PARTS.search, segments))
 
 
 class ModuleName(str):
@@ -377,10 +382,13 @@ def _depth_by_default(config: Mapping[str, Any]) -> int | None:
         depth = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().num_hidden_layers
     except Exception:  # with an untested config, a config class can raise anything
         return None
-    return depth if _is_depth(depth) else None
+    if not _is_depth(depth):
+        return None
+    return depth
 
 
 def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
+    """The number of layers of each stack; None if the config does not say both."""
     for keys in _STACKED_KEYS:
         values = [config[key] for key in keys if _is_depth(config.get(key))]
         if len(values) == len(STACKS):
@@ -392,10 +400,13 @@ def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
     depths: dict[Stack, int] = {}
     for stack in STACKS:
         nested = config.get(stack)
-        depth = ModelConfig(nested).num_layers if isinstance(nested, Mapping) else None
-        if depth is not None:
-            depths[stack] = depth
-    return depths if len(depths) == len(STACKS) else None
+        if isinstance(nested, Mapping):
+            depth = ModelConfig(nested).num_layers
+            if depth is not None:
+                depths[stack] = depth
+    if len(depths) < len(STACKS):
+        return None
+    return depths
 
 
 def _is_depth(value: Any) -> bool:
@@ -519,7 +530,10 @@ class KeptLayers(NamedTuple):
     @classmethod
     def of(cls, layers: str | Mapping[Stack, str], stack: str | None = None) -> KeptLayers:
         """Parse `0-4,30-31`, of any stack or of one, or such a text for each stack."""
-        stated: list[tuple[Any, str]] = [*layers.items()] if isinstance(layers, Mapping) else [(stack, layers)]
+        stated: list[tuple[Any, Any]] = [(stack, layers)]
+        if isinstance(layers, Mapping):
+            stated = list(layers.items())
+
         by_stack: dict[Stack | None, frozenset[int]] = {}
         for key, text in stated:
             if key not in (None, *STACKS):

@@ -91,8 +91,9 @@ class OpenedBase:
                     "Save it again with tokenizer.save_pretrained(FOLDER), or pass `tokenizer=base`",
                     parameter="tokenizer",
                 ) from None
-            has_settings = (folder / GENERATION_CONFIG).is_file()
-            generation = GenerationConfig.from_pretrained(folder) if has_settings else None
+            generation = None
+            if (folder / GENERATION_CONFIG).is_file():
+                generation = GenerationConfig.from_pretrained(folder)
         tokenizer.name_or_path = str(self.source.folder)  # no path of a folder that is gone
         return replace(self, tokenizer=tokenizer, generation=generation)
 
@@ -221,8 +222,11 @@ def _load(kind: Any, folder: Path, name: str, **options: Any) -> Any:
             parameter="base_model",
         )
     if missing := sorted(info["missing_keys"]):
+        listed = ", ".join(missing[:4])
+        if len(missing) > 4:
+            listed += " …"
         raise BaseModelError(
-            f"The base model {name} is missing weights: {', '.join(missing[:4])}{' …' * (len(missing) > 4)}",
+            f"The base model {name} is missing weights: {listed}",
             "Save or download the model again: transformers would fill these weights with random numbers",
             parameter="base_model",
         )
@@ -239,7 +243,9 @@ def choose_device(name: str) -> Any:
     import torch
 
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = None
+        if torch.accelerator.is_available():
+            accelerator = torch.accelerator.current_accelerator()
         return accelerator or torch.device("cpu")
     try:
         device = torch.device(name)

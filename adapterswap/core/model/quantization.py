@@ -54,8 +54,11 @@ _METHODS = {
 def settings_in(config: Mapping[str, Any]) -> Any:
     """The settings of the quantization in a config.json; of a multimodal model, they may be those of its language
     model. None if there are none."""
-    places = (config, ModelConfig(config).language)
-    return next(filter(None, (place.get(key) for place in places for key in _KEYS)), None)
+    for place in (config, ModelConfig(config).language):
+        for key in _KEYS:
+            if place.get(key):
+                return place[key]
+    return None
 
 
 def quantization_in(config: Mapping[str, Any]) -> Quantization | None:
@@ -63,5 +66,7 @@ def quantization_in(config: Mapping[str, Any]) -> Quantization | None:
     settings = settings_in(config)
     if settings is None:
         return None
-    name = str(settings.get("quant_method") or "an unnamed method") if isinstance(settings, Mapping) else "unknown"
+    name = "unknown"
+    if isinstance(settings, Mapping):
+        name = str(settings.get("quant_method") or "an unnamed method")
     return _METHODS.get(name, Quantization(name))

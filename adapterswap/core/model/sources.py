@@ -314,8 +314,9 @@ class Source:
         path = expand(reference)
         if os.path.isdir(path):
             real = path.resolve()
-            has_links = real != Path(os.path.abspath(path))
-            return Source(real if has_links else path, printable(real.name))
+            if real != Path(os.path.abspath(path)):
+                path = real
+            return Source(path, printable(real.name))
 
         how = f" as `{parameter}`" if what == _BASE else ""
         remedy = f"Pass the {what}'s folder{how}, or a Hub id such as org/name@revision"
@@ -326,7 +327,9 @@ class Source:
                 remedy = "Pass the folder that holds it"
             raise ArgumentError(f"{reference} is a file, but the {what} must be a folder", remedy, parameter=parameter)
 
-        hub_id = Reference(reference).hub_id if isinstance(reference, str) else None
+        hub_id = None
+        if isinstance(reference, str):
+            hub_id = Reference(reference).hub_id
         if hub_id is None or (hub_id.subfolder and what == _BASE):
             message = f"The path {reference} does not exist"
             first = str(reference).partition("/")[0]
@@ -493,7 +496,9 @@ def _inside(content: Any, key: str) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         return {}
     value = content.get(key)
-    return dict(value) if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping):
+        return {}
+    return dict(value)
 
 
 def base_fingerprints(folder: Path) -> dict[str, str]:
@@ -502,8 +507,10 @@ def base_fingerprints(folder: Path) -> dict[str, str]:
     Shards beside a single file are left out: transformers does not load them.
     """
     single = folder / MODEL_WEIGHTS
-    paths = [single] if single.is_file() else sorted(folder.glob(_ALL_WEIGHTS))
-    return dict(_fingerprints(Stamps.of(path for path in paths if path.is_file())))
+    paths = [single]
+    if not single.is_file():
+        paths = [path for path in sorted(folder.glob(_ALL_WEIGHTS)) if path.is_file()]
+    return dict(_fingerprints(Stamps.of(paths)))
 
 
 @lru_cache(maxsize=16)

@@ -58,10 +58,14 @@ class ModelSizes:
             return self.hidden
         if size == "vocabulary":
             return self.vocabulary
-        if size in ("feed_forward", "gate_up"):
-            return self.feed_forward and self.feed_forward * (2 if size == "gate_up" else 1)
-        if size in ("expert", "expert_gate_up"):
-            return self.expert and self.expert * (2 if size == "expert_gate_up" else 1)
+        if size == "feed_forward":
+            return self.feed_forward
+        if size == "gate_up":
+            return self.feed_forward and 2 * self.feed_forward
+        if size == "expert":
+            return self.expert
+        if size == "expert_gate_up":
+            return self.expert and 2 * self.expert
         if self.head is None or self.heads is None or self.key_heads is None:
             return None
         counts = {"queries": self.heads, "keys": self.key_heads, "fused": self.heads + 2 * self.key_heads}

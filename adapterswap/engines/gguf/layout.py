@@ -9,7 +9,6 @@ of the composition.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -272,23 +271,30 @@ def _tensors(adapter: Prepared, places: Mapping[str, _Place]) -> tuple[float, tu
     pairs: dict[str, tuple[OutputTensor, OutputTensor]] = {}
     for name in places:
         lora = plan.slots[name].terms[0].lora
-        a, _ = pairs[name] = adapter.factors(lora)
-        rank = a.shape[0] // lora.experts
+        pairs[name] = adapter.factors(lora)
+        rank = pairs[name][0].shape[0] // lora.experts
         alpha = config["alpha_pattern"].get(name, config["lora_alpha"])
         scales[name] = rank * scale(rank, alpha, config["use_rslora"])
     common = float(np.float32(min(multimode(scales.values()), default=1.0)))
+
     tensors: list[GgufTensor] = []
     for name, place in places.items():
         slot, (a, b) = plan.slots[name], pairs[name]
         lora = slot.terms[0].lora
-        factor = scales[name] / common
-        pieces = tuple(piece._replace(factor=piece.factor * factor) for piece in b.pieces)
-        if abs(factor - 1) <= np.finfo(np.float32).eps:
-            factor, pieces = 1.0, b.pieces
-        exact_a = a if a.data is not None else replace(a, dtype="F32")
-        exact_b = b if b.data is not None else replace(b, dtype="F32", pieces=pieces)
         module = slot.layer, name, slot.kind
-        b_factor = factor if b.data is not None else 1.0
+        factor = scales[name] / common
+        if abs(factor - 1) <= np.finfo(np.float32).eps:
+            factor = 1.0
+
+        # In float32. The factor goes into the pieces of B, or to B itself if that is computed already.
+        exact_a, exact_b, b_factor = a, b, factor
+        if a.data is None:
+            exact_a = replace(a, dtype="F32")
+        if b.data is None:
+            pieces = tuple(piece._replace(factor=piece.factor * factor) for piece in b.pieces)
+            exact_b, b_factor = replace(b, dtype="F32", pieces=pieces), 1.0
+
+        # Of a mixture's fused parameter, a weight for each half that llama.cpp stores apart
         if lora.parameter:
             count, rank, half = lora.experts, a.shape[0] // lora.experts, b.shape[0] // len(place.names)
             for part, weight in enumerate(place.names):
@@ -302,8 +308,11 @@ def _tensors(adapter: Prepared, places: Mapping[str, _Place]) -> tuple[float, tu
                     ),
                 ]  # fmt: skip
             continue
+
         (weight,), (rank, width), (out, _) = place.names, a.shape, b.shape
-        shape_a = (width, rank) if lora.embedding else (rank, width)
+        shape_a = (rank, width)
+        if lora.embedding:
+            shape_a = (width, rank)
         tensors += [
             GgufTensor(f"{weight}.lora_a", shape_a, *module, exact_a, transposed=lora.embedding),
             GgufTensor(f"{weight}.lora_b", (out, rank), *module, exact_b, b_factor, place.rows),
@@ -383,7 +392,8 @@ def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
     for numbers, share, tensors in zones:
         ends = dict.fromkeys([*numbers[:1], *numbers[-1:]])
         span = "-".join(f"{end:0{width}}" for end in ends) or "outside"
-        owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in prepared.plan.experts if name in _experts_of(share))
+        experts = [name for name in prepared.plan.experts if name in _experts_of(share)]
+        owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in experts)
         parts.append(Part(f"zone-{span}-{owner}", tuple(numbers), None, tuple(tensors)))
     return _distinct(parts)
 
@@ -406,8 +416,10 @@ def _distinct(parts: Sequence[Part]) -> list[Part]:
     taken: set[str] = set()
     renamed = []
     for part in parts:
-        names = (part.name if number == 1 else f"{part.name}-{number}" for number in itertools.count(1))
-        name = next(name for name in names if name.casefold() not in taken)  # disks may ignore case
+        name, number = part.name, 1
+        while name.casefold() in taken:  # disks may ignore case
+            number += 1
+            name = f"{part.name}-{number}"
         taken.add(name.casefold())
         renamed.append(replace(part, name=name))
     return renamed

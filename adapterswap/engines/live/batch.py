@@ -296,8 +296,10 @@ def _add(share: _Share, x: torch.Tensor, result: torch.Tensor) -> None:
     """Add c·s·(B·A·x + bias) to those rows of a layer's output that use the expert."""
     from torch.nn.functional import embedding, linear
 
-    # A·x
-    part = x if share.rows is None else x[share.rows]
+    # A·x of the rows that use the expert
+    part = x
+    if share.rows is not None:
+        part = x[share.rows]
     low = embedding(part, share.a.T) if share.embedding else linear(part.to(share.a.dtype), share.a)
 
     # One factor for all rows goes into the product with B; factors that differ are for the first axis.
@@ -306,12 +308,15 @@ def _add(share: _Share, x: torch.Tensor, result: torch.Tensor) -> None:
     if isinstance(factor, float):
         alpha = factor
     else:
-        factor = factor.reshape(-1, *(1,) * (low.dim() - 1))
+        other_axes = (1,) * (low.dim() - 1)
+        factor = factor.reshape(-1, *other_axes)
         low = low * factor
 
     # B·(A·x). Rows that are not consecutive have no view into which the product could be written.
     if share.rows is None or isinstance(share.rows, slice):
-        target = result if share.rows is None else result[share.rows]
+        target = result
+        if share.rows is not None:
+            target = result[share.rows]
         flat = low.reshape(-1, low.shape[-1]).to(result.dtype)
         target.view(-1, result.shape[-1]).addmm_(flat, share.b.T, alpha=alpha)
     else:

@@ -176,8 +176,9 @@ def own_factors(layer: Any, name: str) -> LoadedFactors | None:
         return loaded
 
     is_used = (loaded.a.detach() != 0).any(dim=1) | (loaded.b.detach() != 0).any(dim=0)
-    last = int(is_used.nonzero().max()) + 1 if is_used.any() else 0
-    rank = max(last, layer.r[name])
+    rank = int(layer.r[name])
+    if is_used.any():
+        rank = max(rank, int(is_used.nonzero().max()) + 1)
     return replace(loaded, a=loaded.a[:rank], b=loaded.b[:, :rank])
 
 
@@ -202,7 +203,9 @@ def find_layers(model: PeftModel) -> dict[str, Any]:
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
             parameter = parameter_of(module)
-            layers[f"{_INNER.sub('', name)}.{parameter}" if parameter else name] = module
+            if parameter:
+                name = f"{_INNER.sub('', name)}.{parameter}"
+            layers[name] = module
     return layers
 
 
@@ -256,7 +259,9 @@ def layers_of_base(model: Any) -> NumLayers | None:
     if not hasattr(config, "get_text_config"):
         return None
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
-    return depth if isinstance(depth, int) else None
+    if not isinstance(depth, int):
+        return None
+    return depth
 
 
 _LOAD = "Load the experts first (LiveComposer.from_experts, or PeftModel.from_pretrained)"
@@ -334,10 +339,13 @@ class Inventory:
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         sums = []
         for tensor in self._tensors(names):
-            rows = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1)
+            count = len(tensor) if tensor.dim() else 1
+            rows = tensor.detach().reshape(count, -1)
             bits = rows.contiguous().view(integers[tensor.element_size()])
             sums += [bits.sum(dim=0).cpu(), bits.sum(dim=1).cpu()]
-        return sha256(torch.cat(sums).numpy().tobytes()).digest() if sums else b""
+        if not sums:
+            return b""
+        return sha256(torch.cat(sums).numpy().tobytes()).digest()
 
     def _tensors(self, names: Collection[str]) -> Iterator[torch.Tensor]:
         """All tensors of some experts."""

@@ -113,14 +113,19 @@ def _own_weight(module: Any) -> Comparable | None:
     """The weight of a module, or of the one inside a LoRA layer; None unless it is a plain floating-point tensor."""
     import torch
 
-    weight: Any = getattr(module.get_base_layer() if hasattr(module, "get_base_layer") else module, "weight", None)
+    if hasattr(module, "get_base_layer"):
+        module = module.get_base_layer()
+    weight: Any = getattr(module, "weight", None)
     names = {getattr(torch, name): stored for name, stored in Dtype.NAMES.items()} | {torch.float64: "F32"}
     if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_meta or weight.dtype not in names:
         return None
+
     flat = weight.detach().reshape(-1)
-    return Comparable(
-        names[weight.dtype], tuple(weight.shape), lambda start, stop: flat[start:stop].float().cpu().numpy()
-    )
+
+    def read(start: int, stop: int) -> Any:
+        return flat[start:stop].float().cpu().numpy()
+
+    return Comparable(names[weight.dtype], tuple(weight.shape), read)
 
 
 def without_copies(adapter: Adapter) -> Adapter:

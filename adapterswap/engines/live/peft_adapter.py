@@ -112,10 +112,15 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
     config, regexes = read_json(adapter.folder / CONFIG), {}
     for key, in_peft in _REGEXES.items():
         value = config.get(key) or ()
-        texts = [value] if isinstance(value, str) else value if in_peft != "%s" else ()  # a list of targets has names
+        texts = value
+        if isinstance(value, str):
+            texts = [value]
+        elif in_peft == "%s":
+            texts = ()  # a list of targets has names
         regexes[key] = [in_peft % text for text in texts if isinstance(text, str) and not _PLAIN.fullmatch(text)]
     if not any(regexes.values()):
         return
+
     command, content = [sys.executable, "-I", "-c", _TRY], json.dumps([regexes, modules]).encode()
     try:
         subprocess.run(command, input=content, capture_output=True, check=True, timeout=_SECONDS)
@@ -126,5 +131,6 @@ def _check_regexes(adapter: Source, modules: list[str]) -> None:
         reason = f"PEFT cannot match the regexes: {said}"
     else:
         return
+
     key = (tried or b"a key\n").decode().splitlines()[-1]  # the last that it began
     raise ExpertError(f"{key} of the adapter {adapter}: {reason}", _PLAIN_NAMES, parameter="adapter")

@@ -84,21 +84,27 @@ class LlamaLaunch:
 
     @property
     def url(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        host = self.host
+        if ":" in host:  # an address of IPv6
+            host = f"[{host}]"
+        return f"http://{host}:{self.port}"
 
     @property
     def key_header(self) -> str:
         """curl's option that sends a key; empty if everybody is answered."""
-        return f' -H "Authorization: Bearer ${KEY}"' if self.keys else ""
+        if not self.keys:
+            return ""
+        return f' -H "Authorization: Bearer ${KEY}"'
 
     def serve(self, composer: PieceComposer) -> None:
         """Run both servers until this process receives SIGTERM or SIGINT, or llama.cpp ends too often."""
-        before = {
-            number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, signal.default_int_handler)
         try:
             # Take the port before the base is loaded, and accept clients only afterwards.
-            with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as listener:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            with socket.socket(family) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 with _reported(self):
                     listener.bind((self.host, self.port))
@@ -261,8 +267,10 @@ def _answer(launch: LlamaLaunch, composer: PieceComposer, engine: Engine, listen
     from adapterswap.engines.serving.llama_proxy import Connection, Proxy, most_at_once
     from adapterswap.engines.serving.metrics import Measured, folder_sizes
 
-    own = ["localhost", "127.0.0.1", "[::1]", launch.host]
-    hosts = own if ipaddress.ip_address(listener.getsockname()[0]).is_loopback else ["*"]
+    # If it answers this machine alone, then under its names alone, so that no web page reaches it by one of its own
+    hosts = ["*"]
+    if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        hosts = ["localhost", "127.0.0.1", "[::1]", launch.host]
     proxy = Proxy(composer, engine, launch.base_name, launch.keys, hosts, launch.max_bytes)
 
     def gauges() -> dict[str, float]:

@@ -114,10 +114,16 @@ def engine_command(
             "Choose another folder for `cache`",
             parameter="cache",
         )
-    line = ",".join(f'"{path}:0"' if "," in path else f"{path}:0" for path in adapters)
+
+    scaled = []
+    for path in adapters:
+        entry = f"{path}:0"
+        if "," in path:  # which separates the entries
+            entry = f'"{entry}"'
+        scaled.append(entry)
     return [
         *program, "-m", base, "--alias", alias, "--host", "127.0.0.1", "--port", str(port),
-        "--lora-scaled", line, *arguments,
+        "--lora-scaled", ",".join(scaled), *arguments,
     ]  # fmt: skip
 
 

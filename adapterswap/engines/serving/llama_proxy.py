@@ -275,8 +275,14 @@ class Connection(H11Protocol):
         self._expect_request(cycle)
 
     def _expect_request(self, last: RequestResponseCycle | None) -> None:
+        """Close the connection if nothing has followed the `last` request for long."""
         self.waiting_since = self.loop.time()
-        self.loop.call_later(_PATIENCE_S, lambda: self.transport.abort() if self.cycle is last else None)
+
+        def close_if_idle() -> None:
+            if self.cycle is last:
+                self.transport.abort()
+
+        self.loop.call_later(_PATIENCE_S, close_if_idle)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -292,4 +298,6 @@ def most_at_once() -> int:
     if sys.platform == "win32":  # which limits files otherwise
         return 1000
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1000 if files == resource.RLIM_INFINITY else max(1, min(1000, (files - 64) // 4))
+    if files == resource.RLIM_INFINITY:
+        return 1000
+    return max(1, min(1000, (files - 64) // 4))

@@ -43,7 +43,10 @@ def main() -> int:
             os.unlink(failures)
     if readiness.is_ready() or (status == 0 and readiness.failure() is None) or status == _USAGE:
         return status
-    reason = reason or (reason_of(error, 800) if error is not None else f"vLLM ended with status {status}")
+    if not reason:
+        reason = f"vLLM ended with status {status}"
+        if error is not None:
+            reason = reason_of(error, 800)
     message = f"vLLM cannot serve the base {os.environ.get(BASE_MODEL, '')}: {reason}"
     print(f"Error: {RunError(message, _REMEDY)}", file=sys.stderr, flush=True)
     return _NOT_DONE
