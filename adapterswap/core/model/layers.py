@@ -382,9 +382,7 @@ def _depth_by_default(config: Mapping[str, Any]) -> int | None:
         depth = CONFIG_MAPPING[model_type].from_dict(dict(config)).get_text_config().num_hidden_layers
     except Exception:  # with an untested config, a config class can raise anything
         return None
-    if not _is_depth(depth):
-        return None
-    return depth
+    return depth if _is_depth(depth) else None
 
 
 def _stacked(config: Mapping[str, Any]) -> dict[Stack, int] | None:
