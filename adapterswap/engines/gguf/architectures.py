@@ -66,6 +66,8 @@ class ModelSizes:
             return self.expert
         if size == "expert_gate_up":
             return self.expert and 2 * self.expert
+
+        # The others are numbers of heads, times the size of one.
         if self.head is None or self.heads is None or self.key_heads is None:
             return None
         counts = {"queries": self.heads, "keys": self.key_heads, "fused": self.heads + 2 * self.key_heads}
