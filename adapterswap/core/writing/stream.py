@@ -23,7 +23,8 @@ from adapterswap.core.model.opened_base import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
-from adapterswap.core.writing.blocks import Entered, ResultTensor, compute, needs_torch, read_blocks
+from adapterswap.core.writing.blocks import Entered, ResultTensor, read_blocks
+from adapterswap.core.writing.computing import compute, needs_torch
 from adapterswap.core.writing.outputs import cores, header_bytes, torch_threads
 from adapterswap.core.writing.resolution import KeptRows
 from adapterswap.kit.errors import ArgumentError, check_type
