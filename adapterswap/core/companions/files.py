@@ -80,8 +80,9 @@ def differing_files(one: Path, our_files: Sequence[Path], other: Path, their_fil
 
         first, second = _content(ours[name]), _content(theirs[name])
         if isinstance(first, dict) and isinstance(second, dict):
-            keys = sorted((first.keys() | second.keys()) - _LABELS)
-            differing += [f"{name}: {key}" for key in keys if first.get(key) != second.get(key)]
+            for key in sorted((first.keys() | second.keys()) - _LABELS):
+                if first.get(key) != second.get(key):
+                    differing.append(f"{name}: {key}")
         elif first != second:
             differing.append(name)
     return tuple(differing)

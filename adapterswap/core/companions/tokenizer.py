@@ -186,7 +186,10 @@ def unite(
     # Whose it is: of those that differ only in tokens, the one that has most of them
     first = chosen or next(name for name in holders if name in within or name not in fast)
     if chosen is None and first in tokens:
-        alike = [name for name in within if TOKEN_PARTS.issuperset(differing_parts(holders[first], holders[name]))]
+        alike = []
+        for name in within:
+            if TOKEN_PARTS.issuperset(differing_parts(holders[first], holders[name])):
+                alike.append(name)
         first = max(alike, key=fits)
 
     # What the others add to it, unless it clashes with what is there

@@ -125,7 +125,9 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
 
     PEFT loads both into one parameter, so the later one would win.
     """
-    tied = [(name, part) for name, adapter in adapters.items() for part in adapter.tokens.values() if part.tied]
+    tied = []
+    for name, adapter in adapters.items():
+        tied += [(name, part) for part in adapter.tokens.values() if part.tied]
     if not tied:
         return
 

@@ -185,8 +185,10 @@ def _sized(plan: Plan, dtypes: Mapping[str, str], limit: int) -> dict[str, list[
 
     if len(groups) == 1:
         return {MODEL_WEIGHTS: groups[0]}
-    count = len(groups)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    named = {}
+    for number, group in enumerate(groups, 1):
+        named[f"model-{number:05d}-of-{len(groups):05d}.safetensors"] = group
+    return named
 
 
 _WORKERS = 4  # more would only wait for the disk

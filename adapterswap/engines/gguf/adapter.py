@@ -201,8 +201,12 @@ def _open(path: Path) -> GgufFile:
             f"{path} is not a complete GGUF file: {reason_of(error)}", GgufAdapter.REMEDY, parameter="path"
         ) from None
 
-    lora = all(re.search(r"\.lora_[ab]$", name) and len(shape) in (2, 3) for name, (_, shape, _) in tensors.items())
-    if (fields.get("general.type"), fields.get("adapter.type")) != ("adapter", "lora") or not tensors or not lora:
+    says_lora = (fields.get("general.type"), fields.get("adapter.type")) == ("adapter", "lora")
+    are_factors = bool(tensors)
+    for name, (_, shape, _) in tensors.items():
+        if not re.search(r"\.lora_[ab]$", name) or len(shape) not in (2, 3):
+            are_factors = False
+    if not says_lora or not are_factors:
         raise UnsupportedError(f"{path} is a GGUF file, but does not hold LoRA", GgufAdapter.REMEDY, parameter="path")
     file = GgufFile(path, fields, tensors, reader.data[reader.data_offset :])
     file.modules  # noqa: B018  # raises if one is damaged

@@ -415,7 +415,8 @@ def _encoded(tensor: GgufTensor, files: Mapping[Path, int], outtype: str, gguf: 
 
     if fits and outtype in _MOST_LOST:
         written = gguf.quants.dequantize(encoded, kind).reshape(values.shape)
-        lost, norm = (float(np.linalg.norm(part.astype(np.float64))) for part in (values - written, values))
+        lost = float(np.linalg.norm((values - written).astype(np.float64)))
+        norm = float(np.linalg.norm(values.astype(np.float64)))
         if lost > _MOST_LOST[outtype] * norm:
             raise UnsupportedError(
                 f"{tensor.name} holds numbers too small for {outtype}, which would change it by {lost / norm:.1%}",

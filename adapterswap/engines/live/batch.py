@@ -112,10 +112,12 @@ class RowSwitches:
         for row, switch in enumerate(self.switches):
             for expert, coefficient in switch.terms.get(name, {}).items():
                 by_expert.setdefault(expert, {})[row] = coefficient
-        return [
-            _share(layer, expert, inventory.scales.of(layer, expert), coefficients, len(self.switches))
-            for expert, coefficients in by_expert.items()
-        ]
+
+        shares = []
+        for expert, coefficients in by_expert.items():
+            scale = inventory.scales.of(layer, expert)
+            shares.append(_share(layer, expert, scale, coefficients, len(self.switches)))
+        return shares
 
     def _check_batch(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a batch before the forward pass, and use scales that changed since the last one."""

@@ -364,7 +364,8 @@ class LiveComposer:
             CompositionError, UnsupportedError, ArgumentError: see `set` and `use_rows`.
             UnsupportedError: the model mixes the rows of a batch, or rows have different lengths and it reads padding.
         """
-        batch = batch if getattr(self.model.config, "is_encoder_decoder", False) else pad_left(batch)
+        if not getattr(self.model.config, "is_encoder_decoder", False):
+            batch = pad_left(batch)
         several = any(len(batch[name]) > 1 for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
         if several and not isinstance(self._session.active, RowSwitches):  # which check it themselves
             check_batch(self.model, batch)
@@ -373,9 +374,13 @@ class LiveComposer:
         if isinstance(compositions, str | Composition | Plan):
             with self.use(compositions):
                 return self.model.generate(**batch)
+
+        # generate() repeats each row for its beams, or for its answers.
         config = batch.get("generation_config") or self.model.generation_config
-        counts = (batch.get(key, getattr(config, key, None)) or 1 for key in ("num_beams", "num_return_sequences"))
-        with self.use_rows(compositions, repeat=max(counts)):
+        repeat = 1
+        for key in ("num_beams", "num_return_sequences"):
+            repeat = max(repeat, batch.get(key, getattr(config, key, None)) or 1)
+        with self.use_rows(compositions, repeat=repeat):
             return self.model.generate(**batch)
 
     @contextmanager

@@ -45,11 +45,11 @@ def find_wrappers(model: Any) -> dict[str, Any]:
     """
     from peft.utils import ModulesToSaveWrapper
 
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and module.original_module.state_dict()
-    }
+    wrappers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper) and module.original_module.state_dict():
+            wrappers[name] = module
+    return wrappers
 
 
 def match_dtypes(model: Any, name: str) -> None:
@@ -301,13 +301,13 @@ class Inventory:
             raise ArgumentError("The model has no LoRA layers", _LOAD, parameter="model")
         self.in_full = find_wrappers(model.get_base_model())
         self.wrappers = [module for module in model.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
-        self.parameters = [
-            (leaf, name)
-            for module in (*self.layers.values(), *self.wrappers)
-            for attribute in module.adapter_layer_names
-            for leaf in attrgetter(attribute)(module).modules()
-            for name, _ in leaf.named_parameters(recurse=False)
-        ]
+
+        # Every parameter of an adapter, as the module that holds it and its name there
+        self.parameters: list[tuple[Any, str]] = []
+        for module in (*self.layers.values(), *self.wrappers):
+            for attribute in module.adapter_layer_names:
+                for holder in attrgetter(attribute)(module).modules():
+                    self.parameters += [(holder, name) for name, _ in holder.named_parameters(recurse=False)]
         check_in_memory(model.get_base_model(), self.parameters)
         self._configs = dict(model.peft_config)
         self._origins = {name: o for name, o in origins.items() if self._configs.get(name) is o.config}
@@ -465,7 +465,9 @@ class Inventory:
                     parameter=parameter_of(layer) is not None,
                     experts=tensors.experts,
                 )
-                extra = {part: _placeless(f"{module}.{part}", t) for part, t in other_tensors(layer, name).items()}
+                extra = {}
+                for part, tensor in other_tensors(layer, name).items():
+                    extra[part] = _placeless(f"{module}.{part}", tensor)
                 settings = {"use_dora": config.dora, "lora_bias": config.lora_bias}
                 variant = OpaqueModule(module, lora.layer, config.title, LORA, extra, settings, lora=lora)
                 if extra:
@@ -474,7 +476,9 @@ class Inventory:
                     parts.append(lora)
 
         for module, whole in saved_modules.items():
-            tensors_in_full = {key: _placeless(f"{module}.{key}", tensor) for key, tensor in whole.state_dict().items()}
+            tensors_in_full = {}
+            for key, tensor in whole.state_dict().items():
+                tensors_in_full[key] = _placeless(f"{module}.{key}", tensor)
             parts.append(FullModule(module, ModuleName(module).layer(container), tensors_in_full))
         problems.raise_if_any()
         return bare.with_parts(parts, container)
@@ -496,10 +500,12 @@ def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:
     if len({(c.base_model, c.revision) for c in configs}) == 1:
         revision = configs[0].revision
     task = configs[0].task_type
-    return {
-        name: replace(adapter, config=replace(adapter.config, base_model=base, revision=revision, task_type=task))
-        for name, adapter in experts.items()
-    }
+
+    alike = {}
+    for name, adapter in experts.items():
+        config = replace(adapter.config, base_model=base, revision=revision, task_type=task)
+        alike[name] = replace(adapter, config=config)
+    return alike
 
 
 def _placeless(name: str, tensor: torch.Tensor) -> Tensor:

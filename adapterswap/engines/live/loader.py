@@ -423,12 +423,11 @@ def _axes(shape: tuple[int, ...]) -> list[int]:
 
 def _parameters(base: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of a model's matrices and stacks of matrices, by name, without the names of PEFT's layers."""
-    shapes = (
-        (re.sub(r"(\.base_layer)+\.", ".", name), tuple(parameter.shape))
-        for name, parameter in base.named_parameters(remove_duplicate=False)
-        if parameter.dim() in (2, 3)
-    )
-    return dict(shapes)
+    shapes = {}
+    for name, parameter in base.named_parameters(remove_duplicate=False):
+        if parameter.dim() in (2, 3):
+            shapes[re.sub(r"(\.base_layer)+\.", ".", name)] = tuple(parameter.shape)
+    return shapes
 
 
 @contextmanager

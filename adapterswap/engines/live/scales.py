@@ -117,7 +117,11 @@ class Scales:
 
     def restore(self, scaled: Mapping[tuple[Any, str], float]) -> None:
         """Set c·s for these c, by layer and adapter, and s everywhere else. Adapters that were deleted are skipped."""
-        self.apply((layer, {name: c}) for (layer, name), c in scaled.items() if name in self._own.get(layer, ()))
+        there = []
+        for (layer, name), coefficient in scaled.items():
+            if name in self._own.get(layer, ()):
+                there.append((layer, {name: coefficient}))
+        self.apply(there)
 
     def hold(self, scalings: Iterable[tuple[Any, str, Any]]) -> None:
         """Keep scalings in other objects from now on, at the same values.

@@ -260,18 +260,24 @@ class Pin:
 
     def release(self, scales: Scales) -> None:
         """Put the scalings back into what held them before."""
-        scales.hold((layer, name, scaling) for (layer, name), scaling in self._former.items() if name in layer.scaling)
+        held = []
+        for (layer, name), scaling in self._former.items():
+            if name in layer.scaling:
+                held.append((layer, name, scaling))
+        scales.hold(held)
         self._layers, self._former = {}, {}
 
     def _prepare(self, layers: Mapping[str, Any], scales: Scales) -> None:
         import torch
 
-        if (fused := next((name for name, layer in layers.items() if parameter_of(layer)), None)) is not None:
-            raise UnsupportedError(
-                f"{fused} is a parameter with a matrix for each expert of a mixture, which PEFT computes anew in "
-                "every forward pass, so a compiled graph cannot hold it",
-                "Switch without `pinned`",
-            )
+        for module, layer in layers.items():
+            if parameter_of(layer):
+                raise UnsupportedError(
+                    f"{module} is a parameter with a matrix for each expert of a mixture, which PEFT computes anew in "
+                    "every forward pass, so a compiled graph cannot hold it",
+                    "Switch without `pinned`",
+                )
+
         self._layers, self._slots = dict(layers), {}
         counts: dict[torch.device, int] = {}
         for module, layer in layers.items():
@@ -288,6 +294,10 @@ class Pin:
                     self._slots[module, name] = (device, slot)
                     self._former.setdefault((layer, name), layer.scaling[name])
                     counts[device] = slot + 1
+
+        # Each scaling is a view of one number in the vector of its device.
         self._vectors = {device: torch.zeros(count, device=device) for device, count in counts.items()}
-        views = [(layers[module], name, self._vectors[d][slot]) for (module, name), (d, slot) in self._slots.items()]
+        views = []
+        for (module, name), (device, slot) in self._slots.items():
+            views.append((layers[module], name, self._vectors[device][slot]))
         scales.hold(views)

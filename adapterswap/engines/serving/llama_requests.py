@@ -156,6 +156,8 @@ def _references_in(value: Any) -> Iterator[str]:
 def _counts_in(value: Any) -> Iterator[int]:
     """The bounds of repetitions in a schema, each of which llama.cpp writes out."""
     if isinstance(value, dict):
-        yield from (int(min(value[key], 10**9)) for key in _COUNTS if isinstance(value.get(key), int | float))
+        for key in _COUNTS:
+            if isinstance(value.get(key), int | float):
+                yield int(min(value[key], 10**9))
     for item in _items(value):
         yield from _counts_in(item)
