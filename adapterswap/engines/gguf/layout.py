@@ -9,13 +9,12 @@ of the composition.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import multimode
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -367,48 +366,67 @@ def divide(prepared: PreparedGguf, by: Division) -> list[Part]:
     return parts
 
 
+class _Share(NamedTuple):
+    """What makes a module's result: its owner, or its method and each expert's coefficient."""
+
+    owner: str | None
+    coefficients: frozenset[tuple[str, float]]
+    method: str
+
+    @property
+    def experts(self) -> set[str]:
+        if self.owner is not None:
+            return {self.owner}
+        return {expert for expert, _ in self.coefficients}
+
+    @staticmethod
+    def of(slot: Slot) -> _Share:
+        if isinstance(slot.coefficients, str):
+            return _Share(slot.coefficients, frozenset(), slot.method)
+        return _Share(None, frozenset(slot.coefficients.items()), slot.method)
+
+
+class _Zone(NamedTuple):
+    """Layers that follow each other, and the tensors of their modules of one share; without layers, those outside."""
+
+    layers: list[int]
+    share: _Share
+    tensors: list[GgufTensor]
+
+
 def _zones(prepared: PreparedGguf, width: int) -> list[Part]:
     """Runs of layers that share an owner or a blend; if modules of a layer differ, each share is a zone."""
-    slots = prepared.plan.slots
-    shares = {tensor.module: _share(slots[tensor.module]) for tensor in prepared.tensors}
-    layers: dict[int | None, dict[str, list[GgufTensor]]] = {}
+    plan = prepared.plan
+    layers: dict[int | None, dict[_Share, list[GgufTensor]]] = {}
     for tensor in sorted(prepared.tensors, key=lambda t: (t.layer is None, t.layer or 0)):
-        layers.setdefault(tensor.layer, {}).setdefault(shares[tensor.module], []).append(tensor)
-    zones: list[tuple[list[int], str, list[GgufTensor]]] = []
-    running: dict[str, tuple[list[int], str, list[GgufTensor]]] = {}
+        share = _Share.of(plan.slots[tensor.module])
+        layers.setdefault(tensor.layer, {}).setdefault(share, []).append(tensor)
+
+    zones: list[_Zone] = []
+    running: dict[_Share, _Zone] = {}
     for layer, by_share in layers.items():
-        # A zone continues if the layer before was divided in the same way among the same owners.
+        # Zones continue if the layer before was divided in the same way among the same owners.
         continues = layer is not None and running.keys() == by_share.keys()
-        continues = continues and all(zone[0] and zone[0][-1] == (layer or 0) - 1 for zone in running.values())
+        for zone in running.values():
+            if layer is None or zone.layers[-1:] != [layer - 1]:
+                continues = False
         if not continues:
-            running = {share: ([], share, []) for share in by_share}
+            running = {share: _Zone([], share, []) for share in by_share}
             zones += running.values()
+
         for share, tensors in by_share.items():
             if layer is not None:
-                running[share][0].append(layer)
-            running[share][2].extend(tensors)
+                running[share].layers.append(layer)
+            running[share].tensors.extend(tensors)
 
     parts: list[Part] = []
-    for numbers, share, tensors in zones:
-        ends = dict.fromkeys([*numbers[:1], *numbers[-1:]])
+    for zone in zones:
+        ends = dict.fromkeys([*zone.layers[:1], *zone.layers[-1:]])
         span = "-".join(f"{end:0{width}}" for end in ends) or "outside"
-        experts = [name for name in prepared.plan.experts if name in _experts_of(share)]
+        experts = [name for name in plan.experts if name in zone.share.experts]
         owner = "+".join(re.sub(r"[^\w.-]", "_", name) for name in experts)
-        parts.append(Part(f"zone-{span}-{owner}", tuple(numbers), None, tuple(tensors)))
+        parts.append(Part(f"zone-{span}-{owner}", tuple(zone.layers), None, tuple(zone.tensors)))
     return _distinct(parts)
-
-
-def _share(slot: Slot) -> str:
-    """A key for a module's result: equal for modules that share an owner, or a method and its coefficients."""
-    return json.dumps([slot.coefficients, slot.method], sort_keys=True)
-
-
-def _experts_of(share: str) -> Sequence[str]:
-    """The experts of a `_share`."""
-    owner = json.loads(share)[0]
-    if isinstance(owner, str):
-        return [owner]
-    return list(owner)
 
 
 def _distinct(parts: Sequence[Part]) -> list[Part]:
