@@ -63,7 +63,9 @@ class Interval:
     @property
     def ends(self) -> tuple[float, float] | None:
         """(low, high), or None if there is no interval."""
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        if self.low is None or self.high is None:
+            return None
+        return self.low, self.high
 
     @property
     def excludes_zero(self) -> bool:
@@ -73,7 +75,10 @@ class Interval:
     @property
     def half(self) -> float | None:
         """Half of its width; None if there is no interval."""
-        return None if self.ends is None else (self.ends[1] - self.ends[0]) / 2
+        if self.ends is None:
+            return None
+        low, high = self.ends
+        return (high - low) / 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Factor:
 
     def follows(self, other: Factor) -> bool:
         """Whether a draw of `other` decides this one: each level of `other` occurs with one level of this."""
-        return len({*zip(self.levels.tolist(), other.levels.tolist(), strict=True)}) == other.number
+        together = set(zip(self.levels.tolist(), other.levels.tolist(), strict=True))
+        return len(together) == other.number
 
 
 def wilson(right: float, of: float, level: float = 0.95) -> tuple[float, float]:
@@ -160,18 +166,24 @@ def mean_interval(
     """
     table = np.atleast_2d(np.asarray(values, float))
     group_of = _codes(groups, table.shape[1])
-    factors, design = _factors(units or [(str(row),) for row in range(len(table))], names)
+    if not units:
+        units = [(str(row),) for row in range(len(table))]
+    factors, design = _factors(units, names)
 
     by_group, mean = _over_groups(table, group_of, equal_groups)
     result = Interval(mean, None, None, design=design)
-    draws = [(factor.name, factor.number) for factor in factors] + [(documents, by_group.shape[1])]
+
+    # What was drawn, and how often
+    draws = [(factor.name, factor.number) for factor in factors]
+    draws.append((documents, by_group.shape[1]))
     for name, number in draws:
         if number < MIN_LEVELS:
             counted = name.removesuffix("s") if number == 1 else name
             return replace(result, reason=f"{number} {counted}, and an interval needs at least {MIN_LEVELS}")
 
+    # The variance whose interval is the widest
     estimates = _variances(by_group, factors, mean)
-    variance, freedom = max(estimates, key=lambda estimate: _half(estimate[0], estimate[1], level))
+    variance, freedom = max(estimates, key=lambda estimate: _half(*estimate, level))
     independent = len(table) == 1 and not len(groups)
     ends = _ends(table, by_group, mean, variance, freedom, bounds, level, independent=independent)
     if ends is None:
@@ -191,8 +203,9 @@ def _factors(units: Sequence[Sequence[str | None]], names: Sequence[str]) -> tup
     """What was drawn independently among the units, and how its kinds are combined."""
     factors = []
     for place in range(len(units[0])):
-        levels = np.unique([str(unit[place]) for unit in units], return_inverse=True)[1]
-        factors.append(Factor(names[place] if names else "units", levels))
+        name = names[place] if names else "units"
+        draws = [str(unit[place]) for unit in units]
+        factors.append(Factor(name, np.unique(draws, return_inverse=True)[1]))
 
     # Two kinds whose experts occur with each other only are one kind of draw.
     kept: list[Factor] = []
@@ -208,13 +221,19 @@ def _factors(units: Sequence[Sequence[str | None]], names: Sequence[str]) -> tup
             kept.append(factor)
 
     # An expert that occurs with one other only adds nothing to what that other's draw has decided.
-    top = [one for one in kept if not any(other is not one and other.follows(one) for other in kept)]
+    top = []
+    for factor in kept:
+        others = [other for other in kept if other is not factor]
+        if not any(other.follows(factor) for other in others):
+            top.append(factor)
     if len(top) < 2:
         return top, "paired" if paired else ""
 
-    present = {*zip(*(factor.levels.tolist() for factor in top), strict=True)}
-    complete = len(present) == math.prod(factor.number for factor in top)
-    return top, "crossed" if complete else "incomplete"
+    combined = np.stack([factor.levels for factor in top])  # (factors, units)
+    present = np.unique(combined, axis=1).shape[1]
+    if present == math.prod(factor.number for factor in top):
+        return top, "crossed"
+    return top, "incomplete"
 
 
 def _codes(groups: Sequence[object], documents: int) -> NDArray[np.intp]:
@@ -229,9 +248,14 @@ def _over_groups(
 ) -> tuple[NDArray[np.float64], float]:
     """Values by group (units, groups) whose mean is the mean, and the mean.
 
-    Of groups with different numbers of documents they are linearized: the mean plus each group's part of the deviation.
+    Of groups with different numbers of documents they are linearized: mean + (mean of the group - mean) · size / mean
+    size.
+
+    Args:
+        table: (units, documents).
+        group_of: (documents,).
     """
-    sizes = np.bincount(group_of)
+    sizes = np.bincount(group_of)  # (groups,)
     sums = np.stack([np.bincount(group_of, row) for row in table])
     means = sums / sizes
     if equal_groups:
@@ -241,7 +265,12 @@ def _over_groups(
 
 
 def _variances(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: float) -> list[tuple[float, float]]:
-    """Estimates of the variance of the mean, with their degrees of freedom: over all factors, and over each alone."""
+    """Estimates of the variance of the mean, with their degrees of freedom: over all factors, and over each alone.
+
+    Args:
+        by_group: (units, groups).
+    """
+    # The combination of levels that each unit is, as a number, and how many units are the same one
     shape = tuple(factor.number for factor in factors)
     place = np.zeros(len(by_group), np.intp)
     if factors:
@@ -250,12 +279,13 @@ def _variances(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: f
     if not counts.all():
         return _added(by_group, factors, mean)
 
-    # Units that are one combination, such as checkpoints of one training run, are one cell.
+    # Units that are one combination, such as checkpoints of one training run, are one cell, linearized as groups are.
     sums = np.zeros((len(counts), by_group.shape[1]))
     np.add.at(sums, place, by_group)
     cells = mean + (sums / counts[:, None] - mean) * (counts / counts.mean())[:, None]
     cells = cells.reshape(*shape, by_group.shape[1])
 
+    # Σ_S (-1)^(|S| + 1) MS_S / N; groups are the last of the axes
     parts = []
     alone = []
     for axes, square, freedom in _mean_squares(cells):
@@ -273,34 +303,49 @@ def _variances(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: f
 
 
 def _mean_squares(cells: NDArray[np.float64]) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """(axes, mean square, degrees of freedom) of every main effect and interaction of a complete table."""
+    """(axes, mean square, degrees of freedom) of every main effect and interaction of a complete table.
+
+    The effect of axes S is the mean over the others, less what the effects of parts of S have of it; its mean square is
+    Σ effect² · (cells for each value of the effect) / Π_S (levels - 1).
+    """
     axes = [axis for axis, number in enumerate(cells.shape) if number > 1]
     for size in range(1, len(axes) + 1):
         for chosen in combinations(axes, size):
-            effect = cells.mean(tuple(axis for axis in range(cells.ndim) if axis not in chosen), keepdims=True)
+            others = tuple(axis for axis in range(cells.ndim) if axis not in chosen)
+            effect = cells.mean(others, keepdims=True)
             for axis in chosen:
                 effect = effect - effect.mean(axis, keepdims=True)
+
             freedom = math.prod(cells.shape[axis] - 1 for axis in chosen)
-            yield chosen, float((effect**2).sum()) * cells.size / effect.size / freedom, float(freedom)
+            square = float((effect**2).sum()) * cells.size / effect.size / freedom
+            yield chosen, square, float(freedom)
 
 
 def _added(by_group: NDArray[np.float64], factors: Sequence[Factor], mean: float) -> list[tuple[float, float]]:
-    """As `_variances`, for experts that occur in some combinations only: the variances of each factor, added."""
-    deviations = by_group - mean
-    sums = [np.bincount(factor.levels, deviations.sum(1)) for factor in factors]
+    """As `_variances`, for experts that occur in some combinations only: the variances of each factor, added.
+
+    Of a factor with n levels it is n / (n - 1) · Σ (sum of a level's deviations)² / N² for N values.
+    """
+    deviations = by_group - mean  # (units, groups)
+    sums_of_levels = [np.bincount(factor.levels, deviations.sum(1)) for factor in factors]
+    sums_of_levels.append(deviations.sum(0))  # of the groups
+
     alone = []
-    for of_level in [*sums, deviations.sum(0)]:
-        number = len(of_level)
-        alone.append((number / (number - 1) * float((of_level**2).sum()) / by_group.size**2, number - 1.0))
+    for sums in sums_of_levels:
+        number = len(sums)
+        part = number / (number - 1) * float((sums**2).sum()) / by_group.size**2
+        alone.append((part, number - 1.0))
 
     variance = sum(part for part, _ in alone)
     return [(variance, _satterthwaite(variance, alone)), *alone]
 
 
 def _satterthwaite(variance: float, parts: Sequence[tuple[float, float]]) -> float:
-    """The degrees of freedom of a variance that is a sum of (part, degrees of freedom), with signs."""
+    """variance² / Σ part² / f, the degrees of freedom of a variance that is a sum of (part, f), with signs."""
     squares = sum(part**2 / freedom for part, freedom in parts)
-    return variance**2 / squares if squares > 0 else math.inf
+    if squares <= 0:
+        return math.inf
+    return variance**2 / squares
 
 
 def _freedom_of_few(by_group: NDArray[np.float64]) -> float:
@@ -311,15 +356,16 @@ def _freedom_of_few(by_group: NDArray[np.float64]) -> float:
     """
     means = by_group.mean(0)
     number = len(means)
-    square = float(((means - means.mean()) ** 2).mean())
+    deviations = means - means.mean()
+    square = float((deviations**2).mean())
     if square <= _NOTHING:
         return number - 1.0
-    kurtosis = float(((means - means.mean()) ** 4).mean()) / square**2 - 3
+    kurtosis = float((deviations**4).mean()) / square**2 - 3
     return 2 / (2 / (number - 1) + max(kurtosis, 0.0) / number)
 
 
 def _half(variance: float, freedom: float, level: float) -> float:
-    """Half of the width of Student's interval."""
+    """Half of the width of Student's interval: t · √variance."""
     from scipy import stats
 
     return float(stats.t.ppf((1 + level) / 2, freedom)) * math.sqrt(variance)
@@ -350,7 +396,8 @@ def _ends(
             low, high = max(low, bounds[0]), min(high, bounds[1])
         return "t", freedom, (low, high)
 
-    # One answer's variance follows from the mean.
+    # One answer's variance follows from the mean: p (1 - p) for a share. For a difference of shares, of which `ahead`
+    # are 1 and `behind` are -1, it is the mean square less the square of the mean.
     ahead, behind = float(np.maximum(table, 0).mean()), float(np.maximum(-table, 0).mean())
     single = mean * (1 - mean) if bounds == SHARE else ahead + behind - mean**2
 
@@ -369,7 +416,10 @@ def _ends(
 
 
 def _wilson(share: float, number: float, quantile: float) -> tuple[float, float]:
-    """Wilson's score interval of a share of `number` documents, within 0 and 1; `quantile` is that of the level."""
+    """Wilson's score interval of a share of `number` documents, within 0 and 1; `quantile` is that of the level.
+
+    (p + z² / 2n ± z √(p (1 - p) / n + z² / 4n²)) / (1 + z² / n).
+    """
     square = quantile**2
     middle = share + square / (2 * number)
     half = quantile * math.sqrt(max(0.0, share * (1 - share)) / number + square / (4 * number**2))
@@ -380,5 +430,6 @@ def _wilson(share: float, number: float, quantile: float) -> tuple[float, float]
 def _adjusted(ahead: float, behind: float, number: float, quantile: float) -> tuple[float, float]:
     """Bonett and Price's interval of a paired difference: of each kind of document that differs, one is added."""
     one, other = (ahead * number + 1) / (number + 2), (behind * number + 1) / (number + 2)
-    half = quantile * math.sqrt((one + other - (one - other) ** 2) / (number + 2))
-    return max(-1.0, one - other - half), min(1.0, one - other + half)
+    difference = one - other
+    half = quantile * math.sqrt((one + other - difference**2) / (number + 2))
+    return max(-1.0, difference - half), min(1.0, difference + half)

@@ -127,7 +127,12 @@ def mean_of(values: Iterable[float | None]) -> float | None:
 
 def choices(run: Run, task: TaskInfo) -> list[Choice]:
     """Every family's choices on a task, in the run's order of families."""
-    finished = {result.cell.cell: result for result in run.results if score(result, task, "all") is not None}
+    finished: dict[str, CellResult] = {}
+    for result in run.results:
+        if score(result, task, "all") is not None:
+            finished[result.cell.cell] = result
+
+    # Family → unit → its cells, one for each configuration
     requested: dict[str, dict[Unit, list[Cell]]] = {}
     for cell in run.cells:
         if task.name in cell.tasks:
@@ -158,7 +163,9 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
                     default[unit] = result
         if default:
             all_choices.append(Choice(family, "default", default, default, expected))
-        selected = _best(evaluated, task, "select") if has_split(task) else {}
+        selected: dict[Unit, CellResult] = {}
+        if has_split(task):
+            selected = _best(evaluated, task, "select")
         if selected:
             all_choices.append(Choice(family, "selected", selected, best, expected))
         if not default and not selected:
@@ -168,14 +175,18 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
 
 def _best(units: Mapping[Unit, Sequence[CellResult]], task: TaskInfo, part: str) -> dict[Unit, CellResult]:
     """Each unit's best cell on a part of the documents, see `best_of`; cells must be in the run's order."""
-    sign = 1 if task.higher_is_better else -1
     best = {}
     for unit, cells in units.items():
-        scored = [(score(cell, task, part), cell.cell.default, cell) for cell in cells]
-        cell = best_of(scored, sign)
+        cell = _best_cell(cells, task, part)
         if cell is not None:
             best[unit] = cell
     return best
+
+
+def _best_cell(cells: Sequence[CellResult], task: TaskInfo, part: str) -> CellResult | None:
+    """The cell with the best score on a part of the documents; of equal ones the default, or else the first."""
+    sign = 1 if task.higher_is_better else -1
+    return best_of([(score(cell, task, part), cell.cell.default, cell) for cell in cells], sign)
 
 
 def table_choice(choices: list[Choice], family: str, kind: str = "selected") -> Choice | None:
@@ -203,15 +214,18 @@ def paired(
         The units, the documents, and the differences (units, documents); without documents for corpus-level scores.
     """
     units = []
-    pairs = []
+    scores = []  # of each joint unit: document → score in `one`, and in `other`
+    common = set(reported(task))
     for unit, a, b in matching(one, other):
+        of_one, of_other = one[a].results[task.name].docs, other[b].results[task.name].docs
         units.append(unit)
-        pairs.append((one[a].results[task.name].docs, other[b].results[task.name].docs))
+        scores.append((of_one, of_other))
+        common &= of_one.keys() & of_other.keys()
 
-    documents = [doc for doc in reported(task) if all(doc in own and doc in others for own, others in pairs)]
-    differences = np.zeros((len(pairs), len(documents)))
-    for row, (own, others) in enumerate(pairs):
-        differences[row] = [own[doc] - others[doc] for doc in documents]
+    documents = [doc for doc in reported(task) if doc in common]
+    differences = np.zeros((len(units), len(documents)))
+    for row, (of_one, of_other) in enumerate(scores):
+        differences[row] = [of_one[doc] - of_other[doc] for doc in documents]
     return units, documents, differences
 
 
@@ -272,9 +286,11 @@ def with_units(run: Run, units: Sequence[str] | None) -> Run:
     for name in units:
         matches = [unit for unit in listed if name in (unit_text(unit), *unit)]
         if not matches:
-            known = dict.fromkeys(unit_text(unit) for unit in listed)
+            known = {unit_text(unit): None for unit in listed}
             for unit in listed:
-                known |= dict.fromkeys(part for part in unit if part is not None)
+                for side in unit:
+                    if side is not None:
+                        known[side] = None
             remedy = did_you_mean(name, list(known), f"Use some of: {', '.join(known)}")
             raise ArgumentError(f"The run has no finished unit {name!r}", remedy, parameter="units")
         selected |= dict.fromkeys(matches)
@@ -334,40 +350,35 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
     if not has_split(task):
         return []
 
+    # Family → unit → its configurations that have both scores, in the order of evaluation
     families: dict[str, dict[Unit, list[CellResult]]] = {}
-    for result in run.results:  # in the order of evaluation
+    for result in run.results:
         if score(result, task, "select") is not None and score(result, task) is not None:
             families.setdefault(result.cell.family, {}).setdefault(result.cell.unit, []).append(result)
 
+    # Of equally good configurations, a selection takes the first in the run's order.
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
+
+    def place_of(result: CellResult) -> int:
+        return places.get(result.cell.cell, len(places))
+
     curves = []
     for family, units in families.items():
         most = max(map(len, units.values()))
-        complete = [cells for cells in units.values() if len(cells) == most]
-        if most > 1:
-            points = tuple(_curve_point(number, complete, task, places) for number in range(1, most + 1))
-            curves.append(SelectionCurve(task.name, family, len(complete), points))
-    return curves
-
-
-def _curve_point(
-    number: int, units: Sequence[Sequence[CellResult]], task: TaskInfo, places: dict[str, int]
-) -> tuple[int, float, float]:
-    """The scores of what would be chosen of the first `number` configurations; cells that have both scores."""
-    sign = 1 if task.higher_is_better else -1
-    chosen: list[float] = []
-    others: list[float] = []
-    for cells in units:
-        evaluated = sorted(cells[:number], key=lambda cell: places.get(cell.cell.cell, len(places)))
-        scored = [(score(cell, task, "select"), cell.cell.default, cell) for cell in evaluated]
-        best = best_of(scored, sign)
-        if best is None:
+        if most == 1:
             continue
-        for values, part in ((chosen, "select"), (others, "report")):
-            value = score(best, task, part)
-            if value is not None:
-                values.append(value)
-    return number, sum(chosen) / len(chosen), sum(others) / len(others)
+        complete = [results for results in units.values() if len(results) == most]
+
+        points = []
+        for number in range(1, most + 1):
+            best = [_best_cell(sorted(results[:number], key=place_of), task, "select") for results in complete]
+            on_selection = mean_of(score(result, task, "select") for result in best if result is not None)
+            on_others = mean_of(score(result, task, "report") for result in best if result is not None)
+            assert on_selection is not None  # every cell has both scores
+            assert on_others is not None
+            points.append((number, on_selection, on_others))
+        curves.append(SelectionCurve(task.name, family, len(complete), tuple(points)))
+    return curves
 
 
 def truncations(run: Run, task: TaskInfo) -> list[Truncations]:

@@ -41,22 +41,31 @@ def combined(runs: Sequence[Run]) -> Run:
     if merged.described.get("recipe", {}).get("search"):  # a search's results keep their order
         return merged
     places = {cell.cell: place for place, cell in enumerate(merged.cells)}
-    return replace(merged, results=tuple(sorted(merged.results, key=lambda result: places[result.cell.cell])))
+    in_order = sorted(merged.results, key=lambda result: places[result.cell.cell])
+    return replace(merged, results=tuple(in_order))
 
 
 def _compare(first: Run, second: Run, problems: Problems) -> None:
     """Compare everything that scores depend on, and how documents are divided."""
-    differences = _differing(_conditions(first.described), _conditions(second.described))
+    differences: list[tuple[str, Any, Any]] = []  # the name of a condition, and its values in both runs
+
+    # Experts and tasks that only one of the two has are not compared.
+    left, right = _conditions(first.described), _conditions(second.described)
+    owners = {_owner_of(name) for name in left} & {_owner_of(name) for name in right}
+    owners.add(None)
+    for name in {**left, **right}:
+        if left.get(name) != right.get(name) and _owner_of(name) in owners:
+            differences.append((name, left.get(name), right.get(name)))
+
     for name in first.tasks.keys() & second.tasks.keys():
         for field in ("role", "select", "report", "group", "groups"):
-            left, right = getattr(first.tasks[name], field), getattr(second.tasks[name], field)
-            if left != right:
-                differences.append((f"tasks.{name}.{field}", left, right))
+            own, other = getattr(first.tasks[name], field), getattr(second.tasks[name], field)
+            if own != other:
+                differences.append((f"tasks.{name}.{field}", own, other))
 
-    for name, left, right in differences:
-        values_text = f"{_shown(left)} in {first.folder}, {_shown(right)} in {second.folder}"
+    for name, own, other in differences:
         problems.add(
-            f"The runs differ in {name}: {values_text}",
+            f"The runs differ in {name}: {_shown(own)} in {first.folder}, {_shown(other)} in {second.folder}",
             "Report each run separately, or run one of them again under the conditions of the other",
             parameter="run",
         )
@@ -79,14 +88,16 @@ def _joined(first: Run, second: Run, problems: Problems) -> Run:
             )
 
     first_cells = {cell.cell for cell in first.cells}
+    new_cells = [cell for cell in second.cells if cell.cell not in first_cells]
+    new_tasks = {name: task for name, task in second.tasks.items() if name not in first.tasks}
     elsewhere = dict(first.elsewhere)
     for result in added:
         elsewhere[result.cell.cell] = second.folder
     return replace(
         first,
         described=_described(first.described, second.described),
-        tasks={**first.tasks, **{name: task for name, task in second.tasks.items() if name not in first.tasks}},
-        cells=(*first.cells, *(cell for cell in second.cells if cell.cell not in first_cells)),
+        tasks={**first.tasks, **new_tasks},
+        cells=(*first.cells, *new_cells),
         results=(*first.results, *added),
         rungs=(*first.rungs, *second.rungs),
         elsewhere=elsewhere,
@@ -167,29 +178,21 @@ def _conditions(described: Mapping[str, Any]) -> dict[str, Any]:
     return conditions
 
 
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The conditions that differ: (name, value in `one`, value in `other`); None for a missing value.
-
-    Experts and tasks that only one of the two contains are not compared.
-    """
-    compared = {_owner_of(name) for name in one} & {_owner_of(name) for name in other}
-    compared.add(None)
-    differences = []
-    for name in {**one, **other}:
-        if one.get(name) != other.get(name) and _owner_of(name) in compared:
-            differences.append((name, one.get(name), other.get(name)))
-    return differences
-
-
 def _shown(value: Any) -> str:
     """A value for an error message."""
-    text = "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    if value is None:
+        return "unset"
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if len(text) > _LONGEST:
+        text = f"{text[:_LONGEST]}…"
+    return text
 
 
 def _owner_of(name: str) -> str | None:
     """The expert or task that a condition belongs to; None for conditions of the whole sweep."""
-    return name.rpartition(".")[0] if name.startswith(("experts.", "tasks.")) else None
+    if not name.startswith(("experts.", "tasks.")):
+        return None
+    return name.rpartition(".")[0]
 
 
 def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +201,9 @@ def _named(part: str, content: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in content.items():
         if key in _NOT_COMPARED:
             continue
-        named[f"{part}.{key}"] = _digest(value) if key == "files" and value is not None else value
+        if key == "files" and value is not None:  # a hash of each file of a checkpoint
+            value = _digest(value)
+        named[f"{part}.{key}"] = value
     return named
 
 

@@ -71,19 +71,28 @@ def plan_figures(report: Report) -> tuple[list[PlannedFigure], dict[str, str]]:
     for kind, (describe, reason) in of_targets.items():
         contents[kind] = [describe(report, target) for target in report.targets]
         reasons[kind] = reason
+
     contents["landscape"] = [_landscape(report, grid) for grid in report.grids]
     reasons["landscape"] = "no method has several values of b and u"
+
     contents["critical-difference"] = [_ranks(report)]
-    reasons["critical-difference"] = _why_no_ranks(report)
+    reasons["critical-difference"] = (
+        f"a critical difference needs three methods and {MIN_UNITS} settings that they share"
+    )
+    if report.ranking is not None and report.ranking.ranks.statistic is not None:
+        reasons["critical-difference"] = f"{report.ranking.ranks.settings} settings are fewer than {MIN_UNITS}"
 
     figures: list[PlannedFigure] = []
     lacking: dict[str, str] = {}
     for kind in _DRAW:
-        available = [(place, content) for place, content in enumerate(contents[kind]) if content is not None]
-        for place, (caption, data) in available:
+        before = len(figures)
+        for place, content in enumerate(contents[kind]):
+            if content is None:
+                continue
+            caption, data = content
             name = kind if len(contents[kind]) == 1 else f"{kind}-{place + 1}"
             figures.append(PlannedFigure(name, kind, place, caption, data))
-        if not available:
+        if len(figures) == before:
             lacking[kind] = reasons[kind]
     return figures, lacking
 
@@ -106,7 +115,8 @@ def _scores(report: Report, target: Target) -> _Content:
 
     # Beside others' intervals, a lead without one would look certain.
     if any(row["lead"] and row["interval"] is None for row in rows):
-        rows = [{**row, "interval": None} for row in rows]
+        for row_data in rows:
+            row_data["interval"] = None
 
     mean = f"the mean over {_units(report, target)}"
     have_intervals = [row["interval"] is not None for row in rows]
@@ -149,19 +159,27 @@ def _row(
     interval: tuple[float, float] | None,
     units: Sequence[tuple[Unit, float | None]],
 ) -> dict[str, Any]:
-    shown = [{"unit": unit_text(unit), "value": value} for unit, value in units if value is not None]
+    """A method's row as data of a figure: its mean, the interval, and the value of each unit."""
+    shown = []
+    for unit, value in units:
+        if value is not None:
+            shown.append({"unit": unit_text(unit), "value": value})
     return {"label": row.label, "lead": row.family == report.lead, "mean": mean, "interval": interval, "units": shown}
 
 
 def _landscape(report: Report, grid: ZoneGrid) -> _Content:
-    """All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best."""
+    """The mean at each choice of bottom and top layers, or of two checkpoints."""
     (target,) = [target for target in report.targets if target.task == grid.task]
+
+    # All landscapes of a task and a method have one scale; a shade is 0 for its worst score and 1 for its best.
     means = []
     for other in report.grids:
         if (other.task, other.family) == (grid.task, grid.family):
             means += [cell.mean for cell in other.cells]
     low, high = min(means), max(means)
-    worst, best = (low, high) if target.higher_is_better else (high, low)
+    worst, best = low, high
+    if not target.higher_is_better:
+        worst, best = high, low
 
     cells = []
     for cell in sorted(grid.cells, key=lambda cell: (-cell.top, cell.bottom)):
@@ -170,14 +188,34 @@ def _landscape(report: Report, grid: ZoneGrid) -> _Content:
             shade = round((cell.mean - worst) / (best - worst), 3)
         content = {"bottom": cell.bottom, "top": cell.top, "mean": cell.mean, "units": cell.units}
         cells.append({**content, "chosen": cell.selected, "shade": shade})
-
     bottoms = sorted({cell.bottom for cell in grid.cells})
     tops = sorted({cell.top for cell in grid.cells})
     most = max(cell.units for cell in grid.cells)
+
+    # What the two axes are, in words
+    if grid.ladders:
+        ladders = [report.labels.expert(name) for name in grid.ladders]
+        axes = [f"{name}, steps" for name in ladders]
+        choice = f"steps of the checkpoints of {' and '.join(ladders)}. One pair in each cell"
+    else:
+        axes = ["b, bottom layers", "u, top layers"]
+        choice = (
+            "number of bottom layers b and top layers u from the language expert. "
+            f"Means over {most} {_counted(report.units, most)}"
+        )
+
+    # The documents: all, because a landscape is not where a configuration is chosen
+    documents = f"all {target.select + target.report} documents"
+    if report.kind == "lab":
+        documents = "the development problems"
+    elif target.select:
+        documents += f", {target.select} of them used for selection"
+
     name = report.labels.task(grid.task)
-    method = f"{grid.family} ({grid.settings})" if grid.settings else grid.family
-    axes, caption = _landscape_words(report, grid, most)
-    caption = f"{name}: {method} by the {caption}, on {_documents_of_grid(report, target)}. Darker is better"
+    method = grid.family
+    if grid.settings:
+        method += f" ({grid.settings})"
+    caption = f"{name}: {method} by the {choice}, on {documents}. Darker is better"
 
     # What else a reader needs to know
     caption += "." if target.higher_is_better else " (lower)."
@@ -195,36 +233,17 @@ def _landscape(report: Report, grid: ZoneGrid) -> _Content:
     return caption, data
 
 
-def _landscape_words(report: Report, grid: ZoneGrid, most: int) -> tuple[list[str], str]:
-    """The names of both axes, and what they are in words."""
-    if grid.ladders:
-        ladders = [report.labels.expert(name) for name in grid.ladders]
-        axes = [f"{name}, steps" for name in ladders]
-        return axes, f"steps of the checkpoints of {' and '.join(ladders)}. One pair in each cell"
-    over = f"Means over {most} {_counted(report.units, most)}"
-    by = f"number of bottom layers b and top layers u from the language expert. {over}"
-    return ["b, bottom layers", "u, top layers"], by
-
-
-def _documents_of_grid(report: Report, target: Target) -> str:
-    """All documents of a task, with their number and, if there are any, the number of selection documents."""
-    if report.kind == "lab":
-        return "the development problems"
-    text = f"all {target.select + target.report} documents"
-    if target.select:
-        text += f", {target.select} of them used for selection"
-    return text
-
-
 def _ranks(report: Report) -> _Content:
     """The mean ranks, and which methods Nemenyi's test does not separate."""
-    ranks = None if report.ranking is None else report.ranking.ranks
-    if ranks is None or ranks.critical_difference is None or ranks.p is None:
+    if report.ranking is None:
+        return None
+    ranks = report.ranking.ranks
+    if ranks.critical_difference is None or ranks.p is None:
         return None
 
     step = ranks.critical_difference
     shared = "settings that share an expert or documents are not"
-    if report.ranking is not None and report.ranking.over_groups:
+    if report.ranking.over_groups:
         shared = f"all {report.ranking.group} share the same experts"
     caption = (
         f"Mean ranks of {len(ranks.mean_ranks)} methods over {ranks.settings} settings (1 is best; Friedman χ² = "
@@ -242,31 +261,29 @@ def _ranks(report: Report) -> _Content:
     return caption, data
 
 
-def _why_no_ranks(report: Report) -> str:
-    ranks = None if report.ranking is None else report.ranking.ranks
-    if ranks is None or ranks.statistic is None:
-        return f"a critical difference needs three methods and {MIN_UNITS} settings that they share"
-    return f"{ranks.settings} settings are fewer than {MIN_UNITS}"
-
-
 def _indicators(report: Report, target: Target) -> _Content:
     """A panel for each indicator of the lead."""
     indicators = [indicator for indicator in lead_indicators(report) if indicator.target == target.task]
     if not indicators:
         return None
 
+    # A figure has one row of compositions: the first
     merged = indicators[0].merged
     panels = []
     for indicator in indicators:
-        if indicator.merged == merged:
-            panel = {
-                "experts": indicator.experts,
-                "signal": report.labels.task(indicator.signal),
-                "points": [[report.labels.expert(name), own, mean] for name, own, mean in indicator.points],
-                "pearson": indicator.correlation.pearson,
-                "pearson_holm": indicator.pearson_holm,
-            }
-            panels.append(panel)
+        if indicator.merged != merged:
+            continue
+        points = []
+        for expert, own, mean in indicator.points:
+            points.append([report.labels.expert(expert), own, mean])
+        panel = {
+            "experts": indicator.experts,
+            "signal": report.labels.task(indicator.signal),
+            "points": points,
+            "pearson": indicator.correlation.pearson,
+            "pearson_holm": indicator.pearson_holm,
+        }
+        panels.append(panel)
 
     tested = "one indicator" if len(panels) == 1 else f"{len(panels)} indicators"
     caption = (
@@ -325,7 +342,9 @@ def _truncation(report: Report, target: Target) -> _Content:
 def lead_indicators(report: Report) -> list[Indicator]:
     """The lead's indicators with three points or more; if it has none, those of all compositions."""
     shown = [indicator for indicator in report.indicators if indicator.correlation.points > 2]
-    return [indicator for indicator in shown if indicator.merged in labels_of(report, report.lead)] or shown
+    leads = labels_of(report, report.lead)
+    of_lead = [indicator for indicator in shown if indicator.merged in leads]
+    return of_lead or shown
 
 
 def labels_of(report: Report, family: str) -> list[str]:
@@ -353,7 +372,9 @@ def _task(report: Report, target: Target) -> str:
 
 def _axis(report: Report, target: Target) -> str:
     text = f"{_task(report, target)}: {target.metric}"
-    return text if target.higher_is_better else f"{text} (lower is better)"
+    if not target.higher_is_better:
+        text += " (lower is better)"
+    return text
 
 
 def _documents(target: Target) -> str:
@@ -361,7 +382,9 @@ def _documents(target: Target) -> str:
     if target.of_corpus:
         return f"over the whole corpus of {target.report} documents"
     text = f"on {target.report} documents"
-    return f"{text} not used for selection" if target.select else text
+    if target.select:
+        text += " not used for selection"
+    return text
 
 
 def _units(report: Report, target: Target) -> str:
@@ -369,7 +392,9 @@ def _units(report: Report, target: Target) -> str:
     numbers = {row.spread.units for row in target.rows if row.spread is not None}
     most = max(numbers, default=0)
     text = f"{most} {_counted(report.units, most)}"
-    return f"up to {text}" if len(numbers) > 1 else text
+    if len(numbers) > 1:
+        text = f"up to {text}"
+    return text
 
 
 def _counted(units: str, number: int) -> str:
@@ -398,22 +423,30 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
     """A row for each method: its units, its mean with the interval, and the mean as a number on the right."""
     rows = data["rows"]
 
-    # Rows are as high as their labels.
-    labels = [STYLE.wrapped(row["label"], max(12, int(width * 0.36 / _CHARACTER))) for row in rows]
-    axis = _wrapped_lines(data["axis"], width * 0.62)
-    heights = [max(1.35, 0.35 + (label.count("\n") + 1)) * _LINE for label in labels]
-    figure = STYLE.figure(width, sum(heights) + 0.34 + _LINE * (axis.count("\n") + 1))
-    axes = figure.add_subplot()
+    # A row is as high as its label, which takes about a third of the width; its place is its middle.
+    characters = max(12, int(width * 0.36 / _CHARACTER))
+    labels = []
     places = []
-    top = 0.0
-    for height in heights:
-        places.append(top + height / 2)
-        top += height
-
-    ends = []
+    bottom = 0.0
     for row in rows:
-        ends += [row["mean"], *(row["interval"] or ()), *(unit["value"] for unit in row["units"])]
-    low, high = _limits(ends, zero=zero)
+        label = STYLE.wrapped(row["label"], characters)
+        lines = label.count("\n") + 1
+        height = max(1.35, 0.35 + lines) * _LINE
+        labels.append(label)
+        places.append(bottom + height / 2)
+        bottom += height
+
+    axis = _wrapped_lines(data["axis"], width * 0.62)
+    figure = STYLE.figure(width, bottom + 0.34 + _LINE * (axis.count("\n") + 1))
+    axes = figure.add_subplot()
+
+    shown = []
+    for row in rows:
+        shown.append(row["mean"])
+        if row["interval"] is not None:
+            shown += row["interval"]
+        shown += [unit["value"] for unit in row["units"]]
+    low, high = _limits(shown, zero=zero)
     if zero:
         axes.axvline(0, color=STYLE.grey, linewidth=0.8, zorder=1)
 
@@ -421,8 +454,9 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
         colour, marker, weight = STYLE.ink, "o", "normal"
         if row["lead"]:
             colour, marker, weight = STYLE.lead, "D", "bold"
+        values = [unit["value"] for unit in row["units"]]
         axes.plot(
-            [unit["value"] for unit in row["units"]], [place] * len(row["units"]), linestyle="none", marker="o",
+            values, [place] * len(values), linestyle="none", marker="o",
             markersize=2.8, markerfacecolor="none", markeredgecolor=STYLE.grey, markeredgewidth=0.5,
             clip_on=False, zorder=2,
         )  # fmt: skip
@@ -443,7 +477,7 @@ def _draw_rows(data: Mapping[str, Any], width: float, *, zero: bool) -> Figure:
             text.set(color=STYLE.lead, fontweight="bold")
         else:
             text.set(color=STYLE.ink, fontweight="normal")
-    axes.set_ylim(top, 0)
+    axes.set_ylim(bottom, 0)  # downwards
     axes.set_xlim(low, high)
     _few_ticks(axes.xaxis, int(width * 0.45 / 0.42))
     axes.tick_params(axis="y", length=0)
@@ -480,7 +514,8 @@ def _few_ticks(axis: Any, number: int, *, whole: bool = False) -> None:
 
 def _wrapped_lines(text: str, inches: float) -> str:
     """`text` with each line wrapped to a width of `inches`."""
-    return "\n".join(STYLE.wrapped(line, int(inches / _CHARACTER)) for line in text.split("\n"))
+    characters = int(inches / _CHARACTER)
+    return "\n".join(STYLE.wrapped(line, characters) for line in text.split("\n"))
 
 
 def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
@@ -490,7 +525,8 @@ def _draw_landscape(data: Mapping[str, Any], width: float) -> Figure:
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.patches import Rectangle
 
-    # White text is readable on the darkest; the lightest is darker than paper, so no cell looks missing.
+    # From 8 to 92 % of the blues: white text is readable on the darkest, and the lightest is darker than paper, so no
+    # cell looks missing.
     blues = mpl.colormaps["Blues"]
     colours = ListedColormap([blues(0.08 + 0.84 * i / 255) for i in range(256)])
 
@@ -558,7 +594,8 @@ def _draw_ranks(data: Mapping[str, Any], width: float) -> Figure:
     # The height depends on the lines of names, one below the other, under those that join methods.
     characters = max(10, int(width * 0.3 / _CHARACTER))
     labels = {method: STYLE.wrapped(method, characters) for method in ordered}
-    step = max(label.count("\n") + 1 for label in labels.values()) * 1.05 + 0.45
+    most_lines = max(label.count("\n") + 1 for label in labels.values())
+    step = most_lines * 1.05 + 0.45
     joined = 0.75 * len(data["cliques"]) + 0.6
     depth = joined + step * len(left)
     figure = STYLE.figure(width, (depth + 4.2) * _LINE)
@@ -616,7 +653,8 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
     # One look for each expert, in all panels
     experts: dict[str, None] = {}
     for panel in panels:
-        experts |= dict.fromkeys(name for name, _, _ in panel["points"])
+        for name, _, _ in panel["points"]:
+            experts[name] = None
     look = dict(zip(experts, STYLE.looks(len(experts)), strict=True))
     legend_columns, legend_lines = _legend_shape(list(experts), width)
 
@@ -639,19 +677,21 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
                 x, y, marker=look[name].marker, color=look[name].colour, linestyle="none", markersize=4.5, clip_on=False
             )
         _, xs, ys = zip(*panel["points"], strict=True)
-        for values, axis_of, limit in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
+        for values, axis, set_limits in ((xs, axes.xaxis, axes.set_xlim), (ys, axes.yaxis, axes.set_ylim)):
             low, high = min(values), max(values)
-            space = 0.12 * (high - low) if high - low > _EQUAL else 0.01
-            limit(low - space, high + space)
-            _few_ticks(axis_of, 3)
+            space = 0.01
+            if high - low > _EQUAL:
+                space = 0.12 * (high - low)
+            set_limits(low - space, high + space)
+            _few_ticks(axis, 3)
         axes.set_title(title, loc="left", fontsize=STYLE.note + 0.5, linespacing=1.05)
         axes.tick_params(labelsize=STYLE.note)
         STYLE.grid(axes, "both")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
 
-    axis = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
-    figure.supylabel(axis, fontsize=STYLE.small)
+    label = _wrapped_lines(data["axis"], down * (0.85 + _LINE * tallest) * 0.95)
+    figure.supylabel(label, fontsize=STYLE.small)
     handles = [_handle(name, color=look[name].colour, marker=look[name].marker) for name in experts]
     _legend(figure, handles, legend_columns)
     return figure
@@ -660,7 +700,8 @@ def _draw_indicators(data: Mapping[str, Any], width: float) -> Figure:
 def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     """Two lines for each family: the scores on the selection documents and on the others."""
     curves = data["curves"]
-    figure, axes, columns = _panel([*(curve["family"] for curve in curves), *_PARTS], width)
+    names = [curve["family"] for curve in curves]
+    figure, axes, columns = _panel([*names, *_PARTS], width)
 
     handles = []
     for curve, look in zip(curves, STYLE.looks(len(curves)), strict=True):
@@ -675,7 +716,8 @@ def _draw_selection(data: Mapping[str, Any], width: float) -> Figure:
     # Whole numbers, the first and none beyond the last
     last = max(len(curve["points"]) for curve in curves)
     _few_ticks(axes.xaxis, 5, whole=True)
-    axes.set_xticks([1, *(place for place in axes.get_xticks() if 1 < place <= last)])
+    ticks = [place for place in axes.get_xticks() if 1 < place <= last]
+    axes.set_xticks([1, *ticks])
     return _finished(figure, axes, handles, columns, "configurations evaluated", data["axis"], width)
 
 

@@ -78,7 +78,9 @@ class ScoreDifference:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
+        if self.low is None or self.high is None:
+            return None
+        return self.low, self.high
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,16 @@ class Target:
         if self.of_corpus:
             return ["There is no interval, because it has one score for the whole corpus"]
         reasons = {row.label: row.difference.reason for row in self.rows if row.difference is not None}
+        by_reason: dict[str, list[str]] = {}
+        for label, reason in reasons.items():
+            if reason:
+                by_reason.setdefault(reason, []).append(label)
+
         sentences = []
-        for reason in dict.fromkeys(filter(None, reasons.values())):
-            labels = [label for label, own in reasons.items() if own == reason]
-            of_rows = "" if len(labels) == len(reasons) else f" for {', '.join(labels)}"
+        for reason, labels in by_reason.items():
+            of_rows = ""
+            if len(labels) < len(reasons):
+                of_rows = f" for {', '.join(labels)}"
             sentences.append(f"There is no interval (–){of_rows}: {reason}")
         return sentences
 
@@ -208,12 +216,20 @@ def resampled(target: Target) -> str:
     A side with a single expert is not named: intervals then hold for that expert only. Rows whose intervals are over
     other draws follow in parentheses.
     """
-    by_row = {row.label: row.difference.over for row in target.rows if row.difference and row.difference.over}
+    by_row: dict[str, tuple[str, ...]] = {}
+    for row in target.rows:
+        if row.difference is not None and row.difference.over:
+            by_row[row.label] = row.difference.over
+
+    # What most rows have
     draws = list(by_row.values())
     usual = max(draws, key=draws.count, default=(target.group or "documents",))
-    exceptions = [f"{label}: {_listed(over)}" for label, over in by_row.items() if over != usual]
-
     text = _listed(usual)
+
+    exceptions = []
+    for label, over in by_row.items():
+        if over != usual:
+            exceptions.append(f"{label}: {_listed(over)}")
     if exceptions:
         text += f" ({'; '.join(exceptions)})"
     return text
@@ -233,10 +249,13 @@ def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
     with_score: set[str] = set()
     for row in rows:
         with_score |= row.tasks.keys()
-    scored = [task.name, *(name for name in run.tasks if name in with_score and name != task.name)]
+    others = [name for name in run.tasks if name in with_score and name != task.name]
 
-    # A corpus-level score is over all documents, whatever the split.
-    of_corpus = not any(result.results[task.name].docs for result in run.results if task.name in result.results)
+    # A corpus-level score is over all documents, whatever the split, and none of them has a score of its own.
+    of_corpus = True
+    for result in run.results:
+        if task.name in result.results and result.results[task.name].docs:
+            of_corpus = False
     select, report = 0, task.num_docs
     if not of_corpus:
         report = len(reported(task))
@@ -254,7 +273,7 @@ def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
         select=select,
         report=report,
         languages=tuple(languages) if len(languages) > 1 else (),
-        tasks=tuple(scored),
+        tasks=(task.name, *others),
         rows=tuple(rows),
         chosen=any(row.kind != "only" for row in rows),
         of_corpus=of_corpus,
@@ -298,13 +317,24 @@ def _row(
             tasks[name] = spread
 
     # The same cells in English, and in all languages of the benchmark
-    english = [tasks[name].mean for name, info in languages.items() if name in tasks and is_english(info)]
-    in_languages = [tasks[name].mean for name in languages if name in tasks]
+    english = None
+    in_languages = []
+    for name, info in languages.items():
+        if name in tasks:
+            in_languages.append(tasks[name].mean)
+            if english is None and is_english(info):
+                english = tasks[name].mean
     all_languages = None
     if len(in_languages) > 1 and len(in_languages) == len(languages):
         all_languages = mean_of(in_languages)
 
-    understanding = [spread.mean for name, spread in tasks.items() if _is_understanding(run.tasks[name], task)]
+    # The same cells on other benchmarks in the target's language
+    understanding = []
+    for name, spread in tasks.items():
+        if _is_understanding(run.tasks[name], task):
+            understanding.append(spread.mean)
+
+    # The share of answers in the target's language, if it was scored in every cell
     fidelities = []
     for cell in cells:
         share = None
@@ -328,7 +358,7 @@ def _row(
         interval=_interval(run, choice, task),
         difference=_difference(run, task, choice, table_choice(all_choices, reference, choice.kind)),
         tasks=tasks,
-        english=english[0] if english else None,
+        english=english,
         all_languages=all_languages,
         papers=_spread(list(choice.best.values()), task, "all"),
         chosen=tuple(chosen),
@@ -364,7 +394,9 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
 
     # The documents that all cells have, with their means over cells
     scores_of_cells = [cell.results[task.name].docs for cell in cells]
-    considered = reported(task) if part == "report" else tuple(scores_of_cells[0])
+    considered = tuple(scores_of_cells[0])
+    if part == "report":
+        considered = reported(task)
     common, means = [], []
     for doc in considered:
         scores = [docs[doc] for docs in scores_of_cells if doc in docs]
@@ -375,7 +407,9 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
     if means:
         error = intervals.standard_error(means, groups_of(task, common))
 
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    deviation = None
+    if len(values) > 1:
+        deviation = float(np.std(values, ddof=1))
     return Spread(len(values), min(values), sum(values) / len(values), max(values), error, deviation)
 
 
@@ -384,14 +418,18 @@ def _interval(run: Run, choice: Choice, task: TaskInfo) -> tuple[float, float] |
     scores_of_cells = [cell.results[task.name].docs for cell in choice.cells.values()]
     if not scores_of_cells:
         return None
-    common = [doc for doc in reported(task) if all(doc in docs for docs in scores_of_cells)]
+    in_all = set(reported(task)).intersection(*scores_of_cells)
+    common = [doc for doc in reported(task) if doc in in_all]
     if not common:
         return None
 
+    # (units, documents)
     values = np.zeros((len(scores_of_cells), len(common)))
     for row, docs in enumerate(scores_of_cells):
         values[row] = [docs[doc] for doc in common]
-    bounds = intervals.SHARE if values.min() >= 0 and values.max() <= 1 else None
+    bounds = None
+    if values.min() >= 0 and values.max() <= 1:
+        bounds = intervals.SHARE
     interval = _over_draws(run, task, list(choice.cells), common, values, bounds)
     if interval.ends is None:
         return None
@@ -407,13 +445,17 @@ def _over_draws(
 ) -> intervals.Interval:  # fmt: skip
     """The interval of the mean of values (units, documents), over whatever was drawn."""
     trained = as_trained(units, run)
-    are_seeds = all(unit[:2] == (None, None) and (unit[2] or "").startswith("seed ") for unit in trained)
-    names = ("task experts", "language experts", "seeds" if are_seeds else "adapters", "experts of other roles")
+
+    # A variant without experts is a seed of the lab, or one of several adapters in a row of their own.
+    variants = "seeds"
+    for task_side, language_side, variant, _ in trained:
+        if task_side or language_side or not (variant or "").startswith("seed "):
+            variants = "adapters"
     return intervals.mean_interval(
         values,
         trained,
         groups_of(task, documents),
-        names=names,
+        names=("task experts", "language experts", variants, "experts of other roles"),
         documents=group_name(task) or "documents",
         bounds=bounds,
     )

@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any
 
 from adapterswap.core import error_text
@@ -146,7 +146,10 @@ class Column:
 
 
 def _of(path: str) -> Value:
-    """An attribute of a row or, after a point, of that attribute, which may be None."""
+    """A column of an attribute of a row: `english`; or, after a point, of that attribute's own: `spread.mean`.
+
+    A row without a `spread` has a dash.
+    """
 
     def value(report: Report, row: MethodRow) -> Shown:
         attribute: Any = row
@@ -175,8 +178,11 @@ def _has_several(spread: Spread | None) -> bool:
 
 
 def _effect(report: Report, row: MethodRow) -> str | None:
+    """The rank-biserial correlation of the comparison with the reference."""
     comparison = _comparison(report, row)
-    return None if comparison is None else _number(comparison.effect)
+    if comparison is None:
+        return None
+    return _number(comparison.effect)
 
 
 def _p(report: Report, row: MethodRow) -> str | None:
@@ -196,7 +202,9 @@ def _comparison(report: Report, row: MethodRow) -> RankComparison | None:
 
 
 def _relative_error(report: Report, row: MethodRow) -> str | None:
-    return None if row.relative_error is None else _error(row.relative_error)
+    if row.relative_error is None:
+        return None
+    return _error(row.relative_error)
 
 
 def _error(value: float) -> str:
@@ -231,16 +239,22 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     _check(report, style)
     targets = report.targets if target is None else (target,)
 
-    # The rows of each target, and the columns
-    shown = []
+    # The rows of each target, and of all; and the columns
+    shown: list[list[MethodRow]] = []
+    rows: list[MethodRow] = []
     for each in targets:
-        shown.append(list(each.rows) if style.rows is None else _ordered(each.rows, style.rows))
-    rows = list(chain.from_iterable(shown))
+        of_target = list(each.rows)
+        if style.rows is not None:
+            of_target = _ordered(of_target, style.rows)
+        shown.append(of_target)
+        rows += of_target
     columns = style.columns or _default_columns(report, targets, rows)
 
-    # A line for each row, which has cells for each target
+    # Row → its line: its label, and a cell for each target and column
+    lines: dict[str, list[str]] = {}
     in_order = rows if style.rows is None else _ordered(rows, style.rows)
-    lines = {row.label: [_tex(row.label)] for row in in_order}
+    for row in in_order:
+        lines[row.label] = [_tex(row.label)]
     for each, of_target in zip(targets, shown, strict=True):
         for name in columns:
             cells = _cells(report, each, of_target, COLUMNS[name], style.percent)
@@ -252,7 +266,9 @@ def latex_table(report: Report, style: TableStyle | None = None, target: Target 
     body = [f"{' & '.join(line)} \\\\" for line in lines.values()]
     caption = style.caption
     if caption is None:
-        metrics = dict.fromkeys(f"{_tex(report.labels.task(each.task))} ({_tex(each.metric)})" for each in targets)
+        metrics: dict[str, None] = {}
+        for each in targets:
+            metrics[f"{_tex(report.labels.task(each.task))} ({_tex(each.metric)})"] = None
         how = _how(report, targets, columns, style)
         caption = f"{'; '.join(metrics)} over {report.units}. {how}{_reduced(rows)}"
     return _table(style, spec, head, body, caption)
@@ -269,11 +285,18 @@ def _default_columns(report: Report, targets: Sequence[Target], rows: Sequence[M
             names += ["papers-mean", "papers-max"]
 
     # One unit needs no number of units. The rows that are not shown count too.
-    every_row = chain.from_iterable(each.rows for each in targets)
-    if not any(_has_several(row.spread) for row in every_row):
+    several = False
+    for target in targets:
+        several = several or any(_has_several(row.spread) for row in target.rows)
+    if not several:
         names = [name for name in names if name not in ("n", "min", "max", "papers-max")]
 
-    return [name for name in names if any(COLUMNS[name].value(report, row) is not None for row in rows)]
+    not_empty = []
+    for name in names:
+        values = [COLUMNS[name].value(report, row) for row in rows]
+        if any(value is not None for value in values):
+            not_empty.append(name)
+    return not_empty
 
 
 def _check(report: Report, style: TableStyle) -> None:
@@ -368,7 +391,7 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
             titles.append([_tex(title or target.task)] * len(columns))
         lines += _spanning(titles)
 
-    groups = {
+    titles_of_groups = {
         "units": f"over {report.units}",
         "reference": f"against {_tex(report.reference)}",
         "languages": "languages",
@@ -376,10 +399,10 @@ def _head(report: Report, targets: Sequence[Target], columns: Sequence[str]) -> 
         "": "",
     }
     if _is_single(columns):
-        groups["reference"] = ""
-    names = [groups[COLUMNS[name].group] for name in columns]
-    if any(names) and (len(targets) == 1 or len({*names}) > 1):
-        lines += _spanning([names] * len(targets))
+        titles_of_groups["reference"] = ""
+    groups = [titles_of_groups[COLUMNS[name].group] for name in columns]
+    if any(groups) and (len(targets) == 1 or len({*groups}) > 1):
+        lines += _spanning([groups] * len(targets))
 
     heads = [COLUMNS[name].head for name in columns] * len(targets)
     return [*lines, f"method & {' & '.join(heads)} \\\\"]
@@ -409,8 +432,10 @@ def _ordered(rows: Sequence[MethodRow], names: Sequence[str]) -> list[MethodRow]
     """Rows in the order of `names`, each once; the name of a family stands for all its rows."""
     ordered: dict[str, MethodRow] = {}
     for name in names:
-        exact = [row for row in rows if row.label == name]
-        for row in exact or [row for row in rows if row.family == name]:
+        named = [row for row in rows if row.label == name]
+        if not named:
+            named = [row for row in rows if row.family == name]
+        for row in named:
             ordered.setdefault(row.label, row)
     return list(ordered.values())
 
@@ -445,9 +470,11 @@ def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
     marked = []
     for text in texts:
         value = values.get(text)
-        if value == ordered[0]:
+        if value == ordered[0] and text.startswith("$"):
             # A negative number is in math mode, where \textbf does nothing.
-            marked.append(f"$\\mathbf{{{text[1:-1]}}}$" if text[0] == "$" else f"\\textbf{{{text}}}")
+            marked.append(f"$\\mathbf{{{text[1:-1]}}}$")
+        elif value == ordered[0]:
+            marked.append(f"\\textbf{{{text}}}")
         elif value == ordered[1] and len(ordered) > 2:
             marked.append(f"\\underline{{{text}}}")
         else:
@@ -493,9 +520,15 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
 def _by_target(report: Report, targets: Sequence[Target], describe: Callable[[Target], str]) -> list[str]:
     """The sentence if it is the same for all targets; otherwise one for each target, with its name."""
     sentences = {target.task: describe(target) for target in targets}
-    if len({*sentences.values()}) == 1:
-        return [next(iter(sentences.values()))]
-    return [f"{_tex(report.labels.task(task))}: {sentence}" for task, sentence in sentences.items() if sentence]
+    different = set(sentences.values())
+    if len(different) == 1:
+        return list(different)
+
+    named = []
+    for task, sentence in sentences.items():
+        if sentence:
+            named.append(f"{_tex(report.labels.task(task))}: {sentence}")
+    return named
 
 
 def _documents(target: Target) -> str:
@@ -542,7 +575,9 @@ def _number(value: float, *, percent: bool = False) -> str:
 
     if float(text) == 0:
         return text.removeprefix("-")
-    return f"${text}$" if value < 0 else text
+    if value < 0:
+        return f"${text}$"
+    return text
 
 
 def _tex(text: str) -> str:

@@ -57,15 +57,15 @@ def render_page(
     """
     from markupsafe import Markup
 
-    def shown(place: int, *kinds: str) -> list[tuple[PlannedFigure, dict[str, str]]]:
+    def figures_at(place: int, *kinds: str) -> list[tuple[PlannedFigure, dict[str, str]]]:
         """The figures of these kinds at a place of the page, with the addresses of their files."""
-        shown = []
+        chosen = []
         for kind in kinds:
             for figure, contents in figures:
                 if (figure.kind, figure.place) == (kind, place):
                     addresses = {suffix: _address(suffix, content) for suffix, content in contents.items()}
-                    shown.append((figure, addresses))
-        return shown
+                    chosen.append((figure, addresses))
+        return chosen
 
     folder = files("adapterswap.experiments.reporting") / "page"
     script = (folder / "script.js").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def render_page(
         labels=report.labels,
         indicators=lead_indicators(report),
         ranked=_ranked(report),
-        shown=shown,
+        shown=figures_at,
         table_links=[_table_links(report, target, table) for target in report.targets],
         lead_labels=labels_of(report, report.lead),
         resampled=[resampled(target) for target in report.targets],
@@ -99,10 +99,11 @@ def render_page(
 def _table_links(report: Report, target: Target, style: TableStyle | None) -> list[tuple[str, str, str]]:
     """(suffix, file name, address) of a target's table in each format."""
     texts = {"csv": csv_table(replace(report, targets=(target,))), "tex": latex_table(report, style, target)}
-    name = re.sub(r"[^A-Za-z0-9\-_.]", "-", target.task)
+    stem = "table-" + re.sub(r"[^A-Za-z0-9\-_.]", "-", target.task)
     links = []
     for suffix, text in texts.items():
-        links.append((suffix, f"table-{name}.{suffix}", _address(suffix, text.encode("utf-8", "backslashreplace"))))
+        content = text.encode("utf-8", "backslashreplace")
+        links.append((suffix, f"{stem}.{suffix}", _address(suffix, content)))
     return links
 
 
@@ -343,7 +344,8 @@ def write_lab_report(
     """
     computed = make_report(lab_source(folder, content, answers, name=name))
     write_files(computed, folder)
-    for figure in plan_figures(computed)[0]:
+    planned, _ = plan_figures(computed)
+    for figure in planned:
         if figure.kind in pictures:
             STYLE.save(figure.draw(width), folder, pictures[figure.kind], ["png"])
 
@@ -359,10 +361,11 @@ def _write(path: Path, text: str) -> None:
 
 def write_files(report: Report, folder: Path, table: TableStyle | None = None) -> None:
     """Write a report's files into an existing folder."""
+    planned, _ = plan_figures(report)
     figures = []
-    for planned in plan_figures(report)[0]:
-        figure = planned.draw(STYLE.column)
-        figures.append((planned, {suffix: STYLE.as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
+    for plan in planned:
+        figure = plan.draw(STYLE.column)
+        figures.append((plan, {suffix: STYLE.as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
 
     contents = {
         "report.html": render_page(report, figures, table),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,6 @@ from adapterswap.experiments.reporting.choices import (
     choices,
     full_units,
     group_name,
-    groups_of,
     has_split,
     is_single,
     matching,
@@ -23,6 +21,7 @@ from adapterswap.experiments.reporting.choices import (
     rungs_of,
     score,
     table_choice,
+    unit_text,
 )
 from adapterswap.experiments.reporting.statistics import Correlation, Ranks, correlate, holm, rank
 from adapterswap.experiments.sweeps import Cell, CellResult, Run, TaskInfo
@@ -154,30 +153,35 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
                 if scored:
                     cells.setdefault(choice.family, {})[task.name, unit] = scored
 
-    # Families that are in few settings are left out, and then the settings that one of the others lacks.
+    # Families that are in fewer than half of the settings are left out, and then the settings that one of the others
+    # lacks.
     labels = {family: " or ".join(names) for family, names in kinds.items()}
     ranked = [family for family in labels if len(cells.get(family, ())) * 2 >= len(settings)]
-    complete = [setting for setting in settings if all(setting in cells[family] for family in ranked)]
+    in_all = set(settings)
+    for family in ranked:
+        in_all &= cells[family].keys()
+    complete = [setting for setting in settings if setting in in_all]
 
     names = [labels[family] for family in ranked]
     cells_of_ranked = [cells[family] for family in ranked]
     by_unit = rank(_scores_of_units(complete, cells_of_ranked, run), names, labels.get(reference))
     by_group = rank(_scores_of_groups(complete, cells_of_ranked, run), names, labels.get(reference))
 
-    has_several = len({*as_trained([unit for _, unit in complete], run)}) > 1
-    has_both = has_several and by_unit is not None and by_group is not None
-    over_groups = by_group is not None
-    if has_both:
-        assert by_unit is not None
-        assert by_group is not None
-        over_groups = _overall_p(by_group) > _overall_p(by_unit)
-    ranks = by_group if over_groups else by_unit
+    # Groups if documents have them; if there are several units too, the kind with the larger p
+    ranks = by_group or by_unit
+    has_both = False
+    units_as_trained = as_trained([unit for _, unit in complete], run)
+    if by_unit is not None and by_group is not None and len(set(units_as_trained)) > 1:
+        has_both = True
+        if _overall_p(by_unit) >= _overall_p(by_group):
+            ranks = by_unit
     if ranks is None:
         return None
 
     group = None
     if by_group is not None:
-        group = " and ".join(filter(None, dict.fromkeys(map(group_name, targets))))
+        group_names = dict.fromkeys(group_name(task) for task in targets)
+        group = " and ".join(name for name in group_names if name)
     return Ranking(
         methods=tuple(names),
         single=tuple(labels[family] for family in ranked if family in single),
@@ -186,7 +190,7 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
         dropped=len(settings) - len(complete),
         ranks=ranks,
         group=group,
-        over_groups=over_groups,
+        over_groups=ranks is by_group,
         has_both=has_both,
     )
 
@@ -199,19 +203,19 @@ def _scores_of_units(
     Args:
         cells: setting → cells, for each family.
     """
-    trained: dict[Setting, list[list[float]]] = {}
-    trained_units = as_trained([unit for _, unit in complete], run)
-    for setting, unit in zip(complete, trained_units, strict=True):
+    # Task and training run → a row of scores for each setting, which are several for the checkpoints of a ladder
+    rows: dict[Setting, list[list[float]]] = {}
+    units_as_trained = as_trained([unit for _, unit in complete], run)
+    for setting, unit in zip(complete, units_as_trained, strict=True):
         task = run.tasks[setting[0]]
         scores = []
         for of_family in cells:
             mean = mean_of(score(result, task) for result in of_family[setting])
             assert mean is not None  # the setting is complete
             scores.append(_signed(mean, task))
-        trained.setdefault((task.name, unit), []).append(scores)
+        rows.setdefault((task.name, unit), []).append(scores)
 
-    # A mean over the checkpoints of a ladder is one setting.
-    return [_mean_rows(rows) for rows in trained.values()]
+    return [_mean_rows(of_run) for of_run in rows.values()]
 
 
 def _scores_of_groups(
@@ -221,26 +225,26 @@ def _scores_of_groups(
 
     A group of the same name in several tasks is one: benchmarks in several languages are written from one template.
     """
+    # Kind and name of a group → a row of scores for each setting, with a score for each family
     rows: dict[tuple[str | None, str], list[list[float]]] = {}
     for setting in complete:
         task = run.tasks[setting[0]]
         if not task.groups:
             return []
         documents: dict[str, list[int]] = {}
-        for doc, group in zip(reported(task), groups_of(task, reported(task)), strict=True):
-            documents.setdefault(group, []).append(doc)
+        for doc in reported(task):
+            documents.setdefault(task.groups[doc], []).append(doc)
 
-        for group, doc_ids in documents.items():
+        for group, of_group in documents.items():
             scores = []
             for of_family in cells:
-                means = [result.results[task.name].mean_over(tuple(doc_ids)) for result in of_family[setting]]
-                mean = mean_of(means)
+                mean = mean_of(result.results[task.name].mean_over(tuple(of_group)) for result in of_family[setting])
                 if mean is not None:
                     scores.append(_signed(mean, task))
             if len(scores) == len(cells):
                 rows.setdefault((task.group, group), []).append(scores)
 
-    return [_mean_rows(of_group) for of_group in rows.values()]
+    return [_mean_rows(rows_of_group) for rows_of_group in rows.values()]
 
 
 def _signed(value: float, task: TaskInfo) -> float:
@@ -258,7 +262,9 @@ def _overall_p(ranks: Ranks) -> float:
     p = ranks.p
     if len(ranks.mean_ranks) == 2:
         p = ranks.comparisons[0].wilcoxon
-    return 1.0 if p is None else p
+    if p is None:
+        return 1.0
+    return p
 
 
 def _one_per_family(all_choices: list[Choice]) -> list[Choice]:
@@ -322,7 +328,7 @@ def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list
         for unit, mean in means.items():
             value = score(own[unit], signal, part)
             if value is not None:
-                points.append(("+".join(filter(None, unit)), value, mean))
+                points.append((unit_text(unit), value, mean))
         if len(points) < 2:
             continue
 
@@ -342,33 +348,35 @@ def _corrected(p_values: list[float | None]) -> list[float | None]:
 
 def grids(run: Run, target: TaskInfo) -> list[ZoneGrid]:
     """Every landscape of bottom and top layers, or of the checkpoints of two ladders, with at least two cells."""
-    votes: Counter[str] = Counter()
+    # The ids of the cells that were selected, each for one unit
+    selected: set[str] = set()
     for choice in choices(run, target):
         if choice.kind == "selected":
-            votes.update(result.cell.cell for result in choice.cells.values())
+            selected |= {result.cell.cell for result in choice.cells.values()}
 
-    # (family, other settings) → (bottom, top) → the scores of units, and how many units selected it
-    values: dict[tuple[str, str], dict[tuple[int, int], list[float]]] = {}
-    selected: Counter[tuple[str, str, int, int]] = Counter()
+    # (family, other settings) → (bottom, top) → (score, whether it was selected) of each unit
+    values: dict[tuple[str, str], dict[tuple[int, int], list[tuple[float, bool]]]] = {}
     layers = run.described.get("num_layers")
     for result in run.results:
         mean = score(result, target, "all")
         cell_zones = _zones(result.cell, layers)
         if mean is None or cell_zones is None:
             continue
-        (bottom, top), settings = cell_zones
-        key = result.cell.family, settings
-        values.setdefault(key, {}).setdefault((bottom, top), []).append(mean)
-        selected[(*key, bottom, top)] += votes[result.cell.cell]
+        zones, settings = cell_zones
+        landscape = values.setdefault((result.cell.family, settings), {})
+        landscape.setdefault(zones, []).append((mean, result.cell.cell in selected))
 
     landscapes = []
-    for (family, settings), by_zone in values.items():
-        if len(by_zone) > 1:
-            cells = []
-            for (bottom, top), means in sorted(by_zone.items()):
-                mean = sum(means) / len(means)
-                cells.append(GridCell(bottom, top, mean, len(means), selected[family, settings, bottom, top]))
-            landscapes.append(ZoneGrid(target.name, family, settings, tuple(cells)))
+    for (family, settings), by_zones in values.items():
+        if len(by_zones) < 2:
+            continue
+        cells = []
+        for (bottom, top), of_units in sorted(by_zones.items()):
+            units = len(of_units)
+            mean = sum(value for value, _ in of_units) / units
+            votes = sum(is_selected for _, is_selected in of_units)
+            cells.append(GridCell(bottom, top, mean, units, votes))
+        landscapes.append(ZoneGrid(target.name, family, settings, tuple(cells)))
     return landscapes + _ladder_grids(run, target)
 
 
@@ -402,10 +410,12 @@ def _zones(cell: Cell, num_layers: int | None) -> tuple[tuple[int, int], str] | 
     composition = Composition.read_content(dict(cell.composition), where=f"the cell {cell.short}")
     if not composition.has_zones:
         return None
-    bottom, top, *transition = composition.zones(num_layers)
-    settings = {key: value for key, value in cell.composition.items() if key not in {*_ZONES, *_NAMES}}
-    settings |= cell.output
-    words = [f"{key.replace('_', ' ')} {value}" for key, value in settings.items()]
-    if any(transition):
-        words.insert(0, f"transition zones of {transition[0]} and {transition[1]} layers")
+    bottom, top, bottom_transition, top_transition = composition.zones(num_layers)
+
+    words = []
+    if bottom_transition or top_transition:
+        words.append(f"transition zones of {bottom_transition} and {top_transition} layers")
+    for key, value in {**cell.composition, **cell.output}.items():
+        if key not in _ZONES and key not in _NAMES:
+            words.append(f"{key.replace('_', ' ')} {value}")
     return (bottom, top), ", ".join(words)

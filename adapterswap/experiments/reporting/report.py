@@ -65,24 +65,31 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     if is_single(cell) or not experts.keys() >= {*expert_names}:
         return None
 
-    content = cell.composition
-    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
+    settings = cell.composition
+    owners = {key: settings[key] for key in ("tokenizer", "config_from") if key in settings}
+    refers_to_names = "allocation" in settings or chains or set(owners.values()) - {BASE}
+    if not refers_to_names and not (cell.task_expert and cell.language_expert):
+        return None
 
-    # With -t and -l, experts are named by their folders, so what refers to them by name needs --expert.
-    owners = {key: content[key] for key in ("tokenizer", "config_from") if key in content}
-    if "allocation" in content or chains or {*owners.values()} - {BASE}:
+    words = ["adapterswap", "merge" if _is_merged(run, cell) else "compose"]
+    if refers_to_names:
+        # With -t and -l, experts would be named by their folders.
         for name in expert_names:
             words += ["--expert", f"{name}={_source(experts[name])}"]
         for name, parts in chains.items():
             words += ["--chain", f"{name}={','.join(parts)}"]
-        has_checkpoint = any("files" in experts[name] for name in expert_names)
-        for rule in _rules(run, cell, full=has_checkpoint):
-            words += ["--rule", Rule.text_of(rule)]
-        if "allocation" not in content:  # the rules say the rest
+
+        # The rules of the cell, or those that its zones and its method mean; these leave only a few settings to name
+        rules = settings.get("allocation")
+        if rules is None:
+            composition = cell.parsed
+            assert composition is not None
+            has_checkpoint = any("files" in experts[name] for name in expert_names)
+            rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=has_checkpoint)]
             kept = ("row_threshold", "seed", "allow_negative")
-            content = owners | {key: content[key] for key in kept if key in content}
-    elif not cell.task_expert or not cell.language_expert:
-        return None
+            settings = owners | {key: settings[key] for key in kept if key in settings}
+        for rule in rules:
+            words += ["--rule", Rule.text_of(rule)]
     else:
         for name in cell.task_expert:
             words += ["-t", _source(experts[name])]
@@ -90,22 +97,12 @@ def compose_command(run: Run, cell: Cell) -> str | None:
             words += ["-l", _source(experts[name])]
 
     words += ["--base-model", _source(run.described["base_model"])]
-    for key, value in {**content, **cell.output}.items():
+    for key, value in {**settings, **cell.output}.items():
         if key not in _NOT_OPTIONS and (key, value) != ("method", "layer_swap"):
             words += words_of(key, value)
-    if content.get("allow_negative"):
+    if settings.get("allow_negative"):
         words.append("--allow-negative")
     return shlex.join([*words, "--out-path", cell.cell])
-
-
-def _rules(run: Run, cell: Cell, *, full: bool) -> Sequence[Any]:
-    """The rules of a cell as data: its own, or those that its zones mean; `full` if they give full weights."""
-    if "allocation" in cell.composition:
-        own: Sequence[Any] = cell.composition["allocation"]
-        return own
-    composition = cell.parsed
-    assert composition is not None
-    return [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=full)]
 
 
 def evaluate_command(run: Run, cell: Cell) -> str:
@@ -142,7 +139,9 @@ def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapp
     for key in _SETTINGS:
         if settings.get(key) is not None:
             words += [f"--{key.replace('_', '-')}", str(settings[key])]
-    words += [f"--{key.replace('_', '-')}" for key in _FLAGS if settings.get(key)]
+    for key in _FLAGS:
+        if settings.get(key):
+            words.append(f"--{key.replace('_', '-')}")
 
     # The others
     engine = settings.get("engine")
@@ -257,8 +256,10 @@ def disagreements(run: Run, task: TaskInfo, shown: Sequence[Choice]) -> Disagree
                 worse.append(doc)
 
     labels = [choice.label for choice in shown]
-    chosen = [*_spaced(better), *_spaced(worse)]
-    examples = _examples(run, task, cells, labels, chosen) if chosen else []
+    documents = [*_spaced(better), *_spaced(worse)]
+    examples: list[AnswerExample] = []
+    if documents:
+        examples = _examples(run, task, cells, labels, documents)
     return Disagreements(task.name, task.language, unit, labels[0], labels[1], len(better), len(worse), tuple(examples))
 
 
@@ -284,7 +285,7 @@ def _examples(
     questions = run.questions(task.name, cells[0].cell)
     if questions is None:
         return []
-    samples = []
+    samples = []  # of each cell: document → its line
     for cell in cells:
         rows = run.samples(cell.cell)
         if rows is None:
@@ -293,8 +294,8 @@ def _examples(
 
     examples = []
     for doc in documents:
-        if all(doc in rows for rows in samples):
-            answers = [rows[doc] for rows in samples]
+        answers = [by_doc[doc] for by_doc in samples if doc in by_doc]
+        if len(answers) == len(cells):
             examples.append(_example(doc, questions.get(doc), labels, answers, cells, task))
     return examples
 
@@ -342,14 +343,18 @@ def _scored(choices: Sequence[str], likelihoods: Sequence[tuple[float, bool]], m
     if not choices or len(choices) != len(likelihoods):
         return ()
 
+    # `acc` compares log-likelihoods, `acc_norm` those per character. The first of equal choices is chosen.
     compared = []
     for text, (likelihood, _) in zip(choices, likelihoods, strict=True):
-        length = len(text) if metric == "acc_norm" else 1
-        compared.append(likelihood / (length or 1))
+        if metric == "acc_norm" and text:
+            compared.append(likelihood / len(text))
+        else:
+            compared.append(likelihood)
     chosen = compared.index(max(compared))
 
     scored = []
-    for place, (text, (likelihood, _)) in enumerate(zip(choices, likelihoods, strict=True)):
+    for place, text in enumerate(choices):
+        likelihood, _ = likelihoods[place]
         scored.append(ScoredChoice(text, likelihood, place == chosen))
     return tuple(scored)
 
@@ -376,12 +381,14 @@ def _text(value: Any) -> str:
     likelihoods = _likelihoods(value)
     if likelihoods:
         lines = []
-        for likelihood, is_greedy in likelihoods:
+        for place, (likelihood, is_greedy) in enumerate(likelihoods):
             line = f"log-likelihood {likelihood:.2f}"
-            lines.append(f"{line}, greedy" if is_greedy else line)
-        if len(lines) == 1:
-            return lines[0]
-        return "\n".join(f"choice {place}: {line}" for place, line in enumerate(lines))
+            if is_greedy:
+                line += ", greedy"
+            if len(likelihoods) > 1:
+                line = f"choice {place}: {line}"
+            lines.append(line)
+        return "\n".join(lines)
 
     text = value.strip() if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     if len(text) > _LONGEST:
@@ -415,8 +422,8 @@ class Labels:
                     experts |= dict.fromkeys(side.split("+"))
 
         problems = Problems(ArgumentError)
-        known = (("task", self.tasks, list(run.tasks)), ("expert", self.experts, list(experts)))
-        for kind, labels, names in known:
+        kinds = (("task", self.tasks, list(run.tasks)), ("expert", self.experts, list(experts)))
+        for kind, labels, names in kinds:
             for name in labels:
                 if name not in names:
                     remedy = did_you_mean(name, names, f"Use some of: {', '.join(names)}")
@@ -501,9 +508,10 @@ class Report:
     def untested(self) -> list[str]:
         """Why p-values and intervals are missing, in sentences."""
         lines = []
-        ranks = None if self.ranking is None else self.ranking.ranks
-        if ranks is not None and ranks.p is None and ranks.statistic is not None:
-            lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
+        if self.ranking is not None:
+            ranks = self.ranking.ranks
+            if ranks.p is None and ranks.statistic is not None:
+                lines.append(f"No p-values: {ranks.settings} settings, at least {MIN_UNITS} are needed")
         if self.why_no_wilcoxon:
             lines.append(self.why_no_wilcoxon)
 
@@ -517,21 +525,23 @@ class Report:
         ranked = self.ranking
         if ranked is None:
             return ""
-        kinds = [self.units, ranked.group]
-        if not ranked.over_groups:
-            text = f"A setting is a target task and one of the {self.units}"
-        else:
+        if ranked.over_groups:
             text = f"A setting is one of the {ranked.group}; its score is the mean over its documents and {self.units}"
-            kinds.reverse()
+            other: str | None = self.units
+        else:
+            text = f"A setting is a target task and one of the {self.units}"
+            other = ranked.group
         if ranked.has_both:
-            text += f". It could be one of the {kinds[1]} too, over which the methods differ more clearly"
+            text += f". It could be one of the {other} too, over which the methods differ more clearly"
         return text
 
     @property
     def why_no_wilcoxon(self) -> str:
         """Why there is no p of Wilcoxon's test; empty if there is one, or if too few settings allow no test at all."""
-        ranks = None if self.ranking is None else self.ranking.ranks
-        if ranks is None or ranks.settings < MIN_UNITS or ranks.least <= LEVEL:
+        if self.ranking is None:
+            return ""
+        ranks = self.ranking.ranks
+        if ranks.settings < MIN_UNITS or ranks.least <= LEVEL:
             return ""
         least = f"{ranks.least:.2g}"
         if ranks.tested > 1:
@@ -669,9 +679,9 @@ def _registered(
     for place, registration in registered.items():
         if not source.parts:
             return registration
-        others = ", ".join(name for other, name in enumerate(source.names) if other != place)
-        differences = (*registration.differences, f"it is reported together with {others}")
-        return replace(registration, differences=differences)
+        others = [*source.names[:place], *source.names[place + 1 :]]
+        together = f"it is reported together with {', '.join(others)}"
+        return replace(registration, differences=(*registration.differences, together))
     return None
 
 
@@ -700,12 +710,14 @@ def _lead(run: Run, families: list[str], reference: str) -> str:
 
 def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]:
     """The lead, the reference, and a third method for orientation: the first other one of the references."""
-    names = dict.fromkeys([lead, reference, *Preregistration.REFERENCES])
-    first, second, *others = (table_choice(all_choices, name) for name in names)
-    if first is None or second is None:
-        return []
-    third = next((choice for choice in others if choice is not None), None)
-    return [first, second] if third is None else [first, second, third]
+    shown = []
+    for name in dict.fromkeys([lead, reference, *Preregistration.REFERENCES]):
+        choice = table_choice(all_choices, name)
+        if choice is not None:
+            shown.append(choice)
+        elif name in (lead, reference):
+            return []
+    return shown[:3]
 
 
 def _development(source: ReportSource) -> ZoneGrid:

@@ -123,7 +123,13 @@ def _open_one(folder: Path) -> ReportSource:
             raise error.recast(parameter="run") from None
         # Other files may have these names.
         if content.get("format") == _LAB:
-            return _lab_run(folder, content, answers)
+            try:
+                rows = list(json_lines(answers.splitlines(), dict))
+                return lab_source(folder, content, rows, name=folder.resolve().name)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"{folder} is damaged: {error!r}", "Run the lab again with `overwrite=True`", parameter="run"
+                ) from None
     raise NotFoundError(f"{folder} is neither a sweep's folder nor a lab run's", _REMEDY, parameter="run")
 
 
@@ -141,9 +147,9 @@ def _searched(run: Run) -> Iterator[str]:
         if len(evaluated) >= len(configurations):
             continue
         extent = f"{len(evaluated)} of {len(configurations)} configurations"
-        stopped = len(given_up.get(family, set()) - evaluated)
+        stopped = given_up.get(family, set()) - evaluated
         if stopped:
-            extent += f", and stopped {stopped} more after some documents"
+            extent += f", and stopped {len(stopped)} more after some documents"
         yield (
             f"{family}: a search ({search.get('sampler', 'tpe')}) evaluated {extent}. "
             "Its rows cover only those; minimum and mean do not hold for the whole grid."
@@ -156,16 +162,6 @@ def _by_family(cells: Iterable[Cell]) -> dict[str, set[str]]:
     for cell in cells:
         configurations.setdefault(cell.family, set()).add(cell.configuration)
     return configurations
-
-
-def _lab_run(folder: Path, content: Mapping[str, Any], answers: bytes) -> ReportSource:
-    try:
-        rows = [*json_lines(answers.splitlines(), dict)]
-        return lab_source(folder, content, rows, name=folder.resolve().name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"{folder} is damaged: {error!r}", "Run the lab again with `overwrite=True`", parameter="run"
-        ) from None
 
 
 def lab_source(
@@ -183,7 +179,7 @@ def lab_source(
         metric = ("exact_match", "none")
         tasks[code] = TaskInfo(f"math, {code}", role, code, metric, True, number, (), documents)
 
-    # What each seed's development set chose
+    # Method → seed → what the seed's development set chose
     zones: dict[int, str] = {}
     scales: dict[int, str] = {}
     for seed in content["seeds"]:
@@ -191,9 +187,12 @@ def lab_source(
         scales[seed["seed"]] = f"scale={seed['scale']:g}"
     configurations = {"layer swap": zones, "inverse swap": zones, "reset": zones, "tuned sum": scales}
 
+    # Seed and method → task → its scores; `right` is a text with 1 for each right answer and 0 for each wrong one
     right: dict[tuple[int, str], dict[str, TaskValue]] = {}
     for row in answers:
-        docs = {place: float("01".index(mark)) for place, mark in enumerate(row["right"])}
+        docs = {}
+        for place, mark in enumerate(row["right"]):
+            docs[place] = float("01".index(mark))
         if len(docs) != number:
             raise ValueError(f"{len(docs)} answers of {number}")
         mean = sum(docs.values()) / number
@@ -238,12 +237,12 @@ def lab_source(
 
 def _development(seeds: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
     """(bottom, top) → the mean score over seeds on their development sets."""
-    grids = []
+    grids = []  # of each seed: (bottom, top) → score
     for seed in seeds:
         cells = seed["development"]["grid"]
         grids.append({(cell["bottom"], cell["top"]): cell["xx"] for cell in cells})
 
     means = {}
-    for zone in grids[0]:
-        means[zone] = sum(grid[zone] for grid in grids) / len(grids)
+    for zones in grids[0]:
+        means[zones] = sum(grid[zones] for grid in grids) / len(grids)
     return means

@@ -69,13 +69,19 @@ def correlate(one: ArrayLike, other: ArrayLike) -> Correlation:
 
 
 def _over_all_orders(x: NDArray[np.float64], y: NDArray[np.float64]) -> Any:
-    """The share of the orders of `x` whose correlation with `y` is at least as strong: two-sided and exact."""
+    """The share of the orders of `x` whose correlation with `y` is at least as strong: two-sided and exact.
+
+    Orders are compared by |Σ (x - mean x)(y - mean y)|: the denominator of the correlation is the same for all of them.
+
+    Args:
+        x, y: ranks (points,).
+    """
     from scipy import stats
 
-    centred = y - y.mean()  # the covariance has the order of the correlation, and is symmetric about 0
+    deviations = y - y.mean()
 
     def strength(order: NDArray[np.float64], axis: int = -1) -> Any:
-        return np.abs(((order - x.mean()) * centred).sum(axis))
+        return np.abs(((order - x.mean()) * deviations).sum(axis))
 
     test = stats.permutation_test(
         (x,), strength, permutation_type="pairings", n_resamples=np.inf, alternative="greater", vectorized=True
@@ -171,7 +177,9 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
         return None
     mean_ranks = stats.rankdata(-table, axis=1).mean(0)
 
-    # Friedman's test, Kendall's W, and for Nemenyi's test the standard error of a difference of mean ranks
+    # Friedman's test, Kendall's W = χ² / (N (k - 1)) for N settings and k methods, and Nemenyi's test: of two mean
+    # ranks, q = difference / √(k (k + 1) / (6 N)) · √2 has the distribution of the studentized range (Demšar 2006,
+    # section 3.2.2)
     statistic: float | None = None
     p: float | None = None
     agreement: float | None = None
@@ -187,7 +195,8 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
             step = (number * (number + 1) / (6 * settings)) ** 0.5
             critical_difference = float(stats.studentized_range.ppf(0.95, number, np.inf) / 2**0.5 * step)
 
-    # Wilcoxon's test, of the comparisons with the reference or of all
+    # Wilcoxon's test, of the comparisons with the reference or of all. Its smallest p is that of N differences with one
+    # sign, 2 / 2^N.
     methods = list(methods)
     pairs = list(combinations(range(number), 2))
     tested = pairs
@@ -266,6 +275,7 @@ def _nemenyi(distance: float, number: int) -> float:
 
 
 def _rank_biserial(differences: NDArray[np.float64]) -> float:
+    """Σ sign(d) rank(|d|) / Σ rank(|d|) over the differences d (settings,): Kerby's (2014) simple difference."""
     from scipy import stats
 
     differences = np.round(differences, 12)
