@@ -183,7 +183,7 @@ def mean_interval(
 
     # The variance whose interval is the widest
     estimates = _variances(by_group, factors, mean)
-    variance, freedom = max(estimates, key=lambda estimate: _half(*estimate, level))
+    variance, freedom = max(estimates, key=lambda estimate: _half(estimate[0], estimate[1], level))
     independent = len(table) == 1 and not len(groups)
     ends = _ends(table, by_group, mean, variance, freedom, bounds, level, independent=independent)
     if ends is None:

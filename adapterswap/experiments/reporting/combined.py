@@ -57,9 +57,11 @@ def _compare(first: Run, second: Run, problems: Problems) -> None:
         if left.get(name) != right.get(name) and _owner_of(name) in owners:
             differences.append((name, left.get(name), right.get(name)))
 
-    for name in first.tasks.keys() & second.tasks.keys():
+    for name, task in first.tasks.items():
+        if name not in second.tasks:
+            continue
         for field in ("role", "select", "report", "group", "groups"):
-            own, other = getattr(first.tasks[name], field), getattr(second.tasks[name], field)
+            own, other = getattr(task, field), getattr(second.tasks[name], field)
             if own != other:
                 differences.append((f"tasks.{name}.{field}", own, other))
 
@@ -107,10 +109,12 @@ def _joined(first: Run, second: Run, problems: Problems) -> Run:
 def _compare_families(first: Run, second: Run, problems: Problems) -> None:
     """Refuse families that the runs define differently: one row would mix two methods."""
     left, right = _configurations(first), _configurations(second)
-    for family in left.keys() & right.keys():
-        unshared = sorted(left[family] ^ right[family])
+    for family, configurations in left.items():
+        if family not in right:
+            continue
+        unshared = sorted(configurations ^ right[family])
         if unshared:
-            place = first.folder if unshared[0] in left[family] else second.folder
+            place = first.folder if unshared[0] in configurations else second.folder
             problems.add(
                 f"{family!r} has {unshared[0] or 'a configuration without settings'} only in {place}, so the runs use "
                 "one name for two methods",
