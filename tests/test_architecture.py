@@ -267,7 +267,7 @@ DENSITIES = {
     "engines": Density(conditionals=7, comprehensions=33, nested=1, used_once=20, bare=1),
     "tools": Density(conditionals=7, comprehensions=70, nested=1, used_once=24, bare=1),
     "experiments": Density(conditionals=17, comprehensions=47, nested=1, used_once=16, bare=4),
-    "experiments/sweeps": Density(conditionals=12, comprehensions=58, nested=1, used_once=17, bare=4),
+    "experiments/sweeps": Density(conditionals=9, comprehensions=55, nested=1, used_once=17, bare=4),
     "experiments/reporting": Density(conditionals=10, comprehensions=60, nested=1, used_once=21, bare=1),
     "cli": Density(conditionals=2, comprehensions=37, nested=1, used_once=23, bare=1),
 }

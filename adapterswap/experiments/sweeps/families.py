@@ -294,14 +294,17 @@ def casts(
 
     # With each of them, every choice of one expert for each other role
     others = [role for role in free if role not in sided]
-    for side, added in product(sides, product(*(roles[role] for role in others))):
+    members_of_others = [roles[role] for role in others]
+    for side, members in product(sides, product(*members_of_others)):
+        # What each name stands for: a role for its experts, an expert for itself
         experts = dict(zip(sided, side, strict=True))
-        for role, member in zip(others, added, strict=True):
+        for role, member in zip(others, members, strict=True):
             experts[role] = (member,)
         for name in names:
             if name in homes:
                 experts[name] = (name,)
 
+        # The experts of each role, each once, though rules may name one by its name and by its role
         by_role: dict[str, tuple[str, ...]] = {}
         for name in names:
             role = homes.get(name, name)
@@ -319,20 +322,24 @@ def _bound(rule: Rule, cast: Cast) -> Rule:
     averages: dict[str, list[str]] = {}
 
     def renamed(name: str) -> str:
+        """The expert that a name stands for, or the label of their average, which is noted in `averages`."""
         if name in rule.averages:
+            # It keeps its label unless one of its members is a role of other experts
             members: list[str] = []
             for member in rule.averages[name]:
                 members += cast.experts.get(member, (member,))
             label = name
             if members != list(rule.averages[name]):
                 label = Rule.mean_label(members)
-        elif name == BASE:
+            averages[label] = members
+            return label
+
+        if name == BASE:
             return name
-        else:
-            members = list(cast.experts[name])
-            if len(members) == 1:
-                return members[0]
-            label = Rule.mean_label(members)
+        members = list(cast.experts[name])
+        if len(members) == 1:
+            return members[0]
+        label = Rule.mean_label(members)
         averages[label] = members
         return label
 

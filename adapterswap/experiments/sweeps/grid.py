@@ -67,9 +67,11 @@ def _names(side: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _side(names: tuple[str, ...]) -> str | list[str] | None:
-    if len(names) > 1:
-        return list(names)
-    return names[0] if names else None
+    if not names:
+        return None
+    if len(names) == 1:
+        return names[0]
+    return list(names)
 
 
 Side = Annotated[tuple[str, ...], reading(before=_names)]
@@ -142,7 +144,9 @@ class Cell(Carrier):
     @property
     def parsed(self) -> Composition | None:
         """The composition, checked; None for the base."""
-        return Composition.model_validate(dict(self.composition)) if self.composition else None
+        if not self.composition:
+            return None
+        return Composition.model_validate(dict(self.composition))
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,9 @@ class Assignment:
     @property
     def rung(self) -> int | None:
         """The number of documents of the first task; None for all."""
-        return None if self.documents is None else len(next(iter(self.documents.values())))
+        if self.documents is None:
+            return None
+        return len(next(iter(self.documents.values())))
 
 
 def default_of(configurations: Sequence[Composition], num_layers: int) -> int | None:
@@ -292,9 +298,11 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
         # Its configurations, each with a list for the ids of its cells
         trials: list[tuple[dict[str, Any], list[str]]] = []
         expanded.append(trials)
-        for values in product(*family.grid.values()):
+        fields = family.grid
+        for values in product(*fields.values()):
+            configuration = dict(zip(fields, values, strict=True))
             with problems.collect():
-                trials.append((_check(dict(zip(family.grid, values, strict=True)), family), []))
+                trials.append((_checked(configuration, family), []))
 
         # Their compositions: with every cast of experts for rules, otherwise with every pair
         if family.rules is not None:
@@ -370,40 +378,51 @@ def _baselines(recipe: SweepRecipe, tasks: SweepTasks) -> Iterator[Cell]:
 
 def _with_defaults(candidates: list[_Candidate], num_layers: int) -> Iterator[tuple[_Candidate, bool]]:
     """Every composition, and whether it is the papers' default of its row; of two equal ones the first is."""
+    # Row and experts → the different compositions among them
     rows: dict[Any, dict[str, _Candidate]] = {}
     for candidate in candidates:
-        settings = repr((_as_data(candidate.composition), sorted(candidate.output.items())))
-        rows.setdefault(candidate.setting, {}).setdefault(settings, candidate)
+        content = repr((_as_data(candidate.composition), sorted(candidate.output.items())))
+        rows.setdefault(candidate.setting, {}).setdefault(content, candidate)
 
     defaults = set()
     for setting, different in rows.items():
-        row = list(different.values())
-        index = default_of([candidate.composition for candidate in row], num_layers)
+        configurations = list(different.values())
+        index = default_of([candidate.composition for candidate in configurations], num_layers)
         if index is not None:
-            defaults.add((setting, row[index].short))
+            defaults.add((setting, configurations[index].short))
 
     for candidate in candidates:
         yield candidate, (candidate.setting, candidate.short) in defaults
 
 
-def _check(content: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Check that `content` is a valid composition, and return it with `allow_negative` if the family has it."""
-    name = family.name or ("rules" if family.rules else content.get("method", "layer_swap"))
-    where = f"compositions: {name}"
-    settings = ", ".join(f"{key}={value}" for key, value in content.items())
+def _checked(configuration: dict[str, Any], family: Family) -> dict[str, Any]:
+    """A configuration of a family, with `allow_negative` if the family has it. Refuses what is no valid composition."""
+    where = f"compositions: {_name_of(family, configuration.get('method', 'layer_swap'))}"
+    settings = [f"{key}={value}" for key, value in configuration.items()]
     if settings:
-        where += f" at {settings}"
+        where += f" at {', '.join(settings)}"
 
     if family.allow_negative:
-        content = {**content, "allow_negative": True}
-    with_rules = {**content, "rules": family.rules} if family.rules else content
-    Composition.read_content(with_rules, where=where)
-    return content
+        configuration = {**configuration, "allow_negative": True}
+    content = configuration
+    if family.rules:
+        content = {**content, "rules": family.rules}
+    Composition.read_content(content, where=where)
+    return configuration
+
+
+def _name_of(family: Family, method: str) -> str:
+    """What error messages call a family."""
+    if family.name:
+        return family.name
+    if family.rules:
+        return "rules"
+    return method
 
 
 def _check_form(composition: Composition, family: Family, full: Collection[str]) -> None:
     """Check that a composition can be evaluated in the form that its family requires: switched, reduced or merged."""
-    name = family.name or ("rules" if family.rules else composition.method)
+    name = _name_of(family, composition.method)
     full_expert = next((expert for expert in composition.expert_names if expert in full), None)
     bound = next((key for key in family.output if key != "full_rank"), None)
     if full_expert is not None and bound is not None:
@@ -528,12 +547,15 @@ def _expert_cell(
 def _identified(cell: Cell, recipe: SweepRecipe, full: Collection[str]) -> Cell:
     """The cell with the chains among its experts, the owners of its tokenizer and its config, and its id."""
     composition = dict(cell.composition)
-    experts = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
     chains = recipe.chains
-    used = {name: [*chains[name]] for name in experts if name in chains}
+    used = {}
+    for name in (*cell.task_expert, *cell.language_expert, *cell.other_experts):
+        if name in chains:
+            used[name] = list(chains[name])
     if used:
         composition["chains"] = used
 
+    # Who owns the tokenizer and the config depends on the experts, those of chains included
     cell = replace(cell, composition=composition)
     cell = replace(cell, composition={**composition, **_owners(cell, recipe, full)})
     content = json.dumps(cell.as_json(), sort_keys=True, ensure_ascii=False)
@@ -577,4 +599,6 @@ def _number(value: Any) -> str:
 
     # Configurations are distinguished by it, so it is in full if six digits are not enough
     short = f"{value:g}"
-    return short if float(short) == value else repr(value)
+    if float(short) != value:
+        return repr(value)
+    return short

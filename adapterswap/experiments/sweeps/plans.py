@@ -100,19 +100,24 @@ class Plans(Mapping[str, "Plan | None"]):
         ):
             return cell.cell, None
 
-        # The rules, whatever layers they are for, and the one that each layer gets
+        # The rules, whatever layers they are for
         rules = composition.rules(self._num_layers)
-        without_layers = [repr({**rule.model_dump(exclude_defaults=True), "layers": None}) for rule in rules]
-        matching: list[str | None] = []
+        without_layers = []
+        for rule in rules:
+            content = rule.model_dump(exclude_defaults=True)
+            without_layers.append(repr({**content, "layers": None}))
+
+        # The first that matches each layer
+        matching: list[str | None] = [None] * self._num_layers
         for layer in range(self._num_layers):
-            matching.append(None)
             for rule, text in zip(rules, without_layers, strict=True):
                 if rule.matches("", layer, "other"):
                     matching[layer] = text
                     break
 
         settings = {key: value for key, value in cell.composition.items() if key not in _ZONES}
-        return repr((settings, cell.output)), {*enumerate(matching), tuple(without_layers), frozenset(matching)}
+        checks = {*enumerate(matching), tuple(without_layers), frozenset(matching)}
+        return repr((settings, cell.output)), checks
 
     def _plan(self, cell: Cell) -> Plan | None:
         """The plan of a cell, checked."""
@@ -147,7 +152,9 @@ _ZONES = ("bottom", "top", "bottom_transition", "top_transition")
 
 
 def _size(plan: Plan | None) -> int:
-    return 0 if plan is None else len(plan.slots)
+    if plan is None:
+        return 0
+    return len(plan.slots)
 
 
 def _is_live(plan: Plan | None) -> bool:
@@ -159,14 +166,15 @@ def _is_live(plan: Plan | None) -> bool:
 
 def _is_regular(expert: Expert, num_layers: int) -> bool:
     """Whether an expert is an adapter that adapts the same modules in every layer."""
-    if not isinstance(expert, Adapter):
+    if not isinstance(expert, Adapter) or expert.kept_layers is not None:
         return False
 
+    # Layer → its modules, without the layer's number
     layers: dict[int | None, set[str]] = {layer: set() for layer in range(num_layers)}
     for name, part in expert.parts.items():
         if part.layer in layers:
             layers[part.layer].add(name.replace(f".{part.layer}.", ".", 1))
-    return expert.kept_layers is None and all(names == layers[0] for names in layers.values())
+    return all(names == layers[0] for names in layers.values())
 
 
 def _check_vocabulary(plan: Plan) -> None:

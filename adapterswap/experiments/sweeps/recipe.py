@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal
@@ -176,11 +176,14 @@ def _with_ladders(value: Any, source: Source) -> Any:
             folder = source.folder / expand(place["ladder"])
             if not os.path.exists(folder):
                 folder = expand(place["ladder"])
-            names = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")]
-            steps = sorted(int(match[1]) for match in names if match)
+            steps = []
+            for path in folder.glob("checkpoint-*"):
+                match = re.fullmatch(r"checkpoint-(\d+)", path.name)
+                if match is not None:
+                    steps.append(int(match[1]))
             if not steps:
                 raise ValueError(f"{name}: {place['ladder']} holds no checkpoints: train it with `selection.ladder`")
-            added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in steps}
+            added = {f"{name}-{step}": f"{place['ladder']}/checkpoint-{step}" for step in sorted(steps)}
 
         twice = sorted(added.keys() & experts.keys())
         if twice:
@@ -300,17 +303,20 @@ class SweepRecipe(Declared):
         self._check_roles()
         self._check_owners()
         for pair in self.pairs or []:
-            for side, names, experts in (
-                ("task", pair.task, self.task_experts),
-                ("language", pair.language, self.language_experts),
-            ):
+            sides = (("task", pair.task, self.task_experts), ("language", pair.language, self.language_experts))
+            for side, names, experts in sides:
                 for name in names:
                     if name not in experts:
                         raise ValueError(f"pairs: {name!r} is not a {side} expert ({', '.join(experts)})")
 
+        # The rows of tables
         if not self.compositions and not self.baselines and not self.extra:
             raise ValueError("there is nothing to evaluate: add compositions, baselines or extra")
-        rows = {family.name or "" for family in self.compositions} | {"base", *map(expert_row, self.by_role)}
+        rows = {"base"}
+        for role in self.by_role:
+            rows.add(expert_row(role))
+        for family in self.compositions:
+            rows.add(family.name or "")
         clash = sorted(rows & self.extra.keys())
         if clash:
             raise ValueError(f"extra: {clash[0]!r} is already the name of another row: choose another name")
@@ -327,10 +333,11 @@ class SweepRecipe(Declared):
         experts = [BASE]
         for members in self.by_role.values():
             experts += Places(members).adapters
-        for key, owner, known in (
+        owners = (
             ("tokenizer", self.tokenizer, experts),
             ("config_from", self.config_from, [*experts, *self.by_role]),
-        ):
+        )
+        for key, owner, known in owners:
             if owner is not None and owner not in known:
                 remedy = did_you_mean(owner, known, f"Choose from {', '.join(known)}")
                 raise FieldMistake(f"{key} is {owner!r}, which this recipe does not name", key, remedy=remedy)
@@ -349,17 +356,19 @@ class SweepRecipe(Declared):
         if shared:
             raise ValueError(f"{shared!r} is an expert and an adapter of a chain: rename the expert")
 
-        roles = {role: [*names] for role, names in self.by_role.items()}
+        roles = {role: list(names) for role, names in self.by_role.items()}
         for family in self.compositions:
-            rules = family.rules or ()
+            if family.rules is None:
+                continue
             prefix = f"compositions: {family.name or 'rules'}: "
+            names = named_in(family.rules)
+
             problems = Problems(FieldError)
-            if family.rules is not None:
-                check_names(named_in(rules), [*homes, *self.by_role], problems, rules)
+            check_names(names, [*homes, *roles], problems, family.rules)
             mistake = next(iter(problems), None)
             if mistake is not None:
                 raise FieldMistake(prefix + mistake.message, "compositions", remedy=mistake.remedy)
-            message = check_roles(named_in(rules), roles)
+            message = check_roles(names, roles)
             if message:
                 raise FieldMistake(prefix + message, "compositions")
 
@@ -444,13 +453,17 @@ def with_places(recipe: SweepRecipe, resolve: Callable[[str], str]) -> SweepReci
     settings = recipe.settings
     if settings.include_path is not None:
         settings = settings.model_copy(update={"include_path": resolve(settings.include_path)})
+    roles = {role: Places(experts).placed(resolve) for role, experts in recipe.roles.items()}
+    extra = {}
+    for row, places in recipe.extra.items():
+        extra[row] = [resolve(place) for place in as_list(places)]
     return recipe.model_copy(
         update={
             "base_model": resolve(recipe.base_model),
             "task_experts": Places(recipe.task_experts).placed(resolve),
             "language_experts": Places(recipe.language_experts).placed(resolve),
-            "roles": {role: Places(experts).placed(resolve) for role, experts in recipe.roles.items()},
-            "extra": {row: [resolve(place) for place in as_list(places)] for row, places in recipe.extra.items()},
+            "roles": roles,
+            "extra": extra,
             "settings": settings,
         }
     )
@@ -481,10 +494,13 @@ class SweepTasks:
 
 def extra_experts(recipe: SweepRecipe) -> dict[str, dict[str, str]]:
     """Row of `extra` → its adapters, by the names under which they are loaded: extra-1, extra-2, …"""
-    number = count(1)
-    experts = {}
+    number = 0
+    experts: dict[str, dict[str, str]] = {}
     for row, places in recipe.extra.items():
-        experts[row] = {f"{EXTRA}{next(number)}": place for place in as_list(places)}
+        experts[row] = {}
+        for place in as_list(places):
+            number += 1
+            experts[row][f"{EXTRA}{number}"] = place
     return experts
 
 
@@ -493,8 +509,7 @@ def pairs_of(recipe: SweepRecipe, family: Family) -> list[tuple[tuple[str, ...],
     if recipe.pairs is not None:
         pairs = [(pair.task, pair.language) for pair in recipe.pairs]
     else:
-        names = product(recipe.task_experts, recipe.language_experts)
-        pairs = [((task,), (language,)) for task, language in names]
+        pairs = [((task,), (language,)) for task, language in product(recipe.task_experts, recipe.language_experts)]
 
     if recipe.soup_sides:
         by_tasks: dict[tuple[str, ...], list[str]] = {}

@@ -265,9 +265,14 @@ def _output_kind(folder: Path) -> OutputKind:
     """The files that a sweep writes into this folder."""
     prompts = ["*.jsonl"]
     with suppress(AdapterswapError, TypeError, AttributeError):
-        prompts = [prompts_file(folder, name).name for name in read_json(folder / SWEEP).get("tasks", {})]
-    files = [f"{SAMPLES}/{'[0-9a-f]' * 12}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP, PREREGISTRATION]
-    return OutputKind(None, names=lambda: [*_LOCKS, CELLS, RUNGS, *files, *(file + _TMP for file in files)])
+        tasks = read_json(folder / SWEEP).get("tasks", {})
+        prompts = [prompts_file(folder, name).name for name in tasks]
+
+    # Files that are written under another name first, and those to which lines are appended
+    cell = "[0-9a-f]" * 12
+    replaced = [f"{SAMPLES}/{cell}.jsonl", *(f"{PROMPTS}/{name}" for name in prompts), SWEEP, PREREGISTRATION]
+    unfinished = [file + _TMP for file in replaced]
+    return OutputKind(None, names=lambda: [*_LOCKS, CELLS, RUNGS, *replaced, *unfinished])
 
 
 def _clean_up(folder: Path) -> None:
@@ -376,7 +381,9 @@ class Preregistration:
         if comparison["reference"] != reference:
             differences.append(f"methods are compared with {reference}, not with {comparison['reference']}")
         registered_methods = comparison["methods"]
-        expected_methods = registered_methods or list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
+        expected_methods = registered_methods
+        if not registered_methods:
+            expected_methods = list(dict.fromkeys(cell["family"] for cell in registered["cells"]))
         if set(expected_methods) != set(methods):
             differences.append(
                 f"the methods that are tested are {', '.join(methods)}, not {', '.join(expected_methods)}"
@@ -496,7 +503,8 @@ def _differing(key: str, before: Any, after: Any) -> list[str]:
         return [f"{key}.{name} differs" for name in sorted(names) if before.get(name) != after.get(name)]
 
     if key == "cells" and isinstance(before, list) and isinstance(after, list):
-        old, new = ({cell["cell"] for cell in cells} for cells in (before, after))
+        old = {cell["cell"] for cell in before}
+        new = {cell["cell"] for cell in after}
         lines = []
         if old - new:
             lines.append(f"registered compositions that are missing: {len(old - new)}")

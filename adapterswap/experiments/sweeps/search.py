@@ -45,9 +45,13 @@ def batches(prepared: PreparedSweep, findings: Findings) -> Iterator[list[Assign
 def expected(prepared: PreparedSweep, seen: Collection[str]) -> list[Cell]:
     """As many cells as will be evaluated, including those in `seen`; a search may propose other ones."""
     included = {cell.cell for cell in _always(prepared)} | set(seen)
+
+    def number_seen(trial: Trial) -> int:
+        return sum(cell in seen for cell in trial.cells)
+
     for space in _searched(prepared):
         assert prepared.recipe.search is not None
-        seen_first = sorted(space.trials, key=lambda trial: -sum(cell in seen for cell in trial.cells))
+        seen_first = sorted(space.trials, key=number_seen, reverse=True)
         included |= _cells_of(seen_first[: prepared.recipe.search.trials])
     return [cell for cell in prepared.grid.cells if cell.cell in included]
 
@@ -57,7 +61,8 @@ def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
     search = prepared.recipe.search
     if search is None or search.halving is None:
         return ()
-    return search.halving.rungs(min(len(task.select) for task in prepared.tasks.values() if task.role == "target"))
+    available = [len(task.select) for task in prepared.tasks.values() if task.role == "target"]
+    return search.halving.rungs(min(available))
 
 
 def _on(documents: int | None, cell: Cell, prepared: PreparedSweep) -> Assignment:
@@ -172,12 +177,13 @@ def ask(
     optuna: Any = import_module("optuna")  # untyped, so that type checks do not depend on it
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    sampler = samplers[search.sampler](seed=search.seed)
     pruner = optuna.pruners.NopPruner()
     if search.halving is not None:
         pruner = optuna.pruners.SuccessiveHalvingPruner(
             min_resource=search.halving.min_documents, reduction_factor=search.halving.reduction_factor
         )
-    study = optuna.create_study(sampler=samplers[search.sampler](seed=search.seed), pruner=pruner, direction="maximize")
+    study = optuna.create_study(sampler=sampler, pruner=pruner, direction="maximize")
 
     # A point has the places of a trial's values in the lists of the fields that have a choice
     lists: dict[str, list[Any]] = {}

@@ -88,7 +88,8 @@ def summarize(run: Run) -> list[Row]:
     run = run.as_reported
     families: dict[str, list[CellResult]] = {result.cell.family: [] for result in run.results}
     places = {cell.cell: place for place, cell in enumerate(run.cells)}
-    for result in sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places))):
+    in_order = sorted(run.results, key=lambda result: places.get(result.cell.cell, len(places)))
+    for result in in_order:
         families[result.cell.family].append(result)
 
     requested = Counter((cell.family, cell.configuration) for cell in run.cells)
@@ -116,7 +117,8 @@ def _row(
             is_default = all(result.cell.default for result in members)
             candidates.append((scores[name], is_default, name))
     best = best_of(candidates, sign_of(results, tasks))
-    if sum(other == family for other, _ in requested) == 1:
+    requested_of_family = [configuration for other, configuration in requested if other == family]
+    if len(requested_of_family) == 1:  # nothing to choose, even if a pair is missing
         best = next(iter(configurations))
 
     chosen_at, reported_at = None, None

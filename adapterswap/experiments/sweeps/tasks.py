@@ -19,8 +19,13 @@ _OURS = "normalized"  # the filter of our own MGSM tasks that compares numbers a
 
 def named_tasks(recipe: SweepRecipe) -> dict[str, None]:
     """The tasks, groups and patterns that a recipe names, once each."""
-    listed = [recipe.tasks] if isinstance(recipe.tasks, list) else list(recipe.tasks.values())
-    return dict.fromkeys(chain.from_iterable([*listed, recipe.retention]))
+    named: dict[str, None] = {}
+    if isinstance(recipe.tasks, list):
+        named |= dict.fromkeys(recipe.tasks)
+    else:
+        for tasks in recipe.tasks.values():
+            named |= dict.fromkeys(tasks)
+    return named | dict.fromkeys(recipe.retention)
 
 
 def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dict[str, TaskInfo], LoadedTasks]:
@@ -71,9 +76,10 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
     problems.raise_if_any()
 
     # All tasks together
-    kinds = {known.tasks[name].OUTPUT_TYPE == "generate_until" for name in infos}
-    if isinstance(recipe.settings.engine, EngineByKind) and len(kinds) == 1:
-        engine = recipe.settings.engine.generate if kinds == {True} else recipe.settings.engine.loglikelihood
+    generates = {known.tasks[name].OUTPUT_TYPE == "generate_until" for name in infos}
+    engines = recipe.settings.engine
+    if isinstance(engines, EngineByKind) and len(generates) == 1:
+        engine = engines.generate if generates == {True} else engines.loglikelihood
         raise FieldError(
             "settings.engine names an engine for each kind of task, but all tasks are of one kind",
             f"Set `engine: {engine}`",
@@ -128,8 +134,11 @@ def _groups(name: str, task: Any, column: str | None, num_docs: int) -> tuple[st
     """The column that names the groups of a task's documents, and the group of each; (None, ()) without groups."""
     rows = [task.eval_docs[place] for place in range(num_docs)]
     metadata = task.config.metadata
-    own = metadata.get("group") if isinstance(metadata, Mapping) else None
+    own = None
+    if isinstance(metadata, Mapping):
+        own = metadata.get("group")
     chosen = column or own
+
     if chosen is None:
         if not all(isinstance(row, Mapping) and _TEMPLATE in row for row in rows):
             return None, ()
@@ -173,6 +182,7 @@ def _primary(name: str, task: Any, requested: str | None) -> tuple[str, str]:
     metric, _, filter_name = requested.partition(",")
     filter_name = filter_name or usual
     if metric not in metrics or filter_name not in filters:
-        choices = ", ".join(f"{measure},{chosen}" for measure, chosen in product(metrics, filters))
-        raise FieldError(f"primary: {name} has no score {requested!r}", f"Use one of {choices}", parameter="primary")
+        scores = [f"{measure},{chosen}" for measure, chosen in product(metrics, filters)]
+        remedy = f"Use one of {', '.join(scores)}"
+        raise FieldError(f"primary: {name} has no score {requested!r}", remedy, parameter="primary")
     return metric, filter_name
