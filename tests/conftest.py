@@ -17,12 +17,13 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the references are computed on the CP
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import font_subsets
 import hypothesis
+import jinja2
 import pytest
 import torch
 import transformers
@@ -43,6 +44,21 @@ os.fsync = lambda descriptor: None
 # Shells start background jobs with Ctrl-C ignored; the tests that raise SIGINT need the default handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# PEFT writes a card beside each adapter that it saves. Jinja would compile its template anew each time, for longer than
+# it takes to save the weights of a pico model.
+_from_string = jinja2.Environment.from_string
+_compiled = lru_cache(_from_string)
+
+
+def _compiled_once(
+    environment: jinja2.Environment, source: Any, global_names: Any = None, template_class: Any = None
+) -> jinja2.Template:
+    compiled = _compiled if environment.shared and global_names is None else _from_string
+    return compiled(environment, source, global_names, template_class)
+
+
+jinja2.Environment.from_string = _compiled_once  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -269,22 +285,52 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="session")
-def small_lab_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems; workers share it."""
-    from dataclasses import replace
-
-    from adapterswap.experiments.lab import SCENES, LabPlan, Sizes
-
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """`made_once("name", make)` is a folder of this name in which the first worker that asks has called `make`."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
-    folder = root / "small-lab" / "lab-run"
-    with FileLock(root / "small-lab.lock"):
-        if not (folder / "results.json").is_file():
-            folder.parent.mkdir(exist_ok=True)
-            scene = replace(SCENES["gap"], math_rows=100, language_rows=100)
-            LabPlan.of(scene, 1, folder, sizes=Sizes(development=20, test=20)).run()
-    return folder
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder, complete = root / name, root / f"{name}.complete"
+        with FileLock(root / f"{name}.lock"):
+            if not complete.exists():
+                folder.mkdir()
+                make(folder)
+                complete.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def small_lab_run(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
+    """The folder that `adapterswap lab --seeds 1` writes, from fewer rows and problems."""
+
+    def run(folder: Path) -> None:
+        from dataclasses import replace
+
+        from adapterswap.experiments.lab import SCENES, LabPlan, Sizes
+
+        scene = replace(SCENES["gap"], math_rows=100, language_rows=100)
+        LabPlan.of(scene, 1, folder / "lab-run", sizes=Sizes(development=20, test=20)).run()
+
+    return made_once("small-lab", run) / "lab-run"
+
+
+@pytest.fixture(scope="session")
+def known_tasks(made_once: Callable[[str, Callable[[Path], object]], Path]) -> frozenset[str]:
+    """Every task, group and tag of lm-evaluation-harness, and the tasks of MGSM that the package adds."""
+
+    def read(folder: Path) -> None:
+        from lm_eval.tasks import TaskManager  # which reads thousands of files
+
+        from adapterswap.experiments.evaluation.mgsm import mgsm_task_names
+
+        names = [*TaskManager().all_tasks, *mgsm_task_names()]
+        (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
+
+    return frozenset(json.loads((made_once("known-tasks", read) / "names.json").read_text(encoding="utf-8")))
 
 
 @pytest.fixture(scope="session")

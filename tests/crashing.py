@@ -47,9 +47,10 @@ def judge(out: Path, old: Any, new: Any) -> str:
 
 def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool) -> dict[str, Any]:
     """Get killed at every step; after each, check the target and compose again."""
-    out = folder / "out"
+    out, saved = folder / "out", folder.with_name(f"{folder.name} saved")
     assert result(forked(lambda: compose(first))) == 0
     old = content(out)
+    shutil.copytree(out, saved)
     assert result(forked(lambda: compose([*arguments, "--overwrite"]))) == 0
     new = content(out)
     assert old != new
@@ -59,7 +60,7 @@ def every(folder: Path, first: list[str], arguments: list[str], overwrite: bool)
     for count in range(1, 1000):
         remove(out)
         if overwrite:
-            assert result(forked(lambda: compose(first))) == 0
+            shutil.copytree(saved, out)
         options = [*arguments, "--overwrite"] if overwrite else arguments
         code = killed_at(count, f"{folder}/", lambda options=options: compose(options), "itself")
         states.append(judge(out, old, new))
@@ -151,11 +152,12 @@ def retired(folder: Path, arguments: list[str]) -> dict[str, Any]:
     """Get killed while the next run removes an earlier output that was set aside. Then remove the target, run again."""
     out, replacing = folder / "out", [*arguments, "--overwrite"]
     assert result(forked(lambda: compose(arguments))) == 0
-    new = content(out)
+    new, saved = content(out), folder.with_name(f"{folder.name} saved")
+    shutil.copytree(out, saved)
     states = []
     for step in range(1, 1000):
         remove(out)
-        assert result(forked(lambda: compose(arguments))) == 0
+        shutil.copytree(saved, out)
         aside = folder / f".out.{step:012x}.old.tmp"
         shutil.copytree(out, aside)
         code = killed_at(step, f"{folder}/", lambda: compose(replacing), "itself")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 FORKED = [sys.executable, str(HERE / "two_processes.py")]
-"""Starts in half the time, for tests of what two processes compute; torchrun itself starts those of training."""
+"""Starts in half the time, for tests of what two processes compute; with TESTS=all torchrun itself starts them."""
 
 
 def started(*arguments: object, by: Sequence[str] = TORCHRUN) -> subprocess.Popen[str]:

@@ -1,13 +1,14 @@
 """Run a program, or `-m` and a module, in two processes with the variables that torchrun sets.
 
 They are forked from one that has imported the libraries, so that these are imported once and not three times.
-Prints what they print, and ends with the higher of their exit codes.
+Prints what they print, and ends with the higher of their exit codes. If one fails, the other is terminated.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -15,7 +16,6 @@ from pathlib import Path
 import datasets  # noqa: F401
 import lm_eval.models.huggingface  # noqa: F401
 import peft  # noqa: F401
-from killing import result
 
 from adapterswap.engines.serving.llama_engine import free_port
 
@@ -49,4 +49,13 @@ if __name__ == "__main__":
         if child == 0:
             os._exit(run(rank, port, sys.argv[1:]))
         children.append(child)
-    sys.exit(max(map(result, children)))
+
+    codes = []
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        codes.append(os.waitstatus_to_exitcode(status))
+        if codes[-1] != 0:  # as torchrun does
+            for other in children:
+                os.kill(other, signal.SIGTERM)
+    sys.exit(max(codes))

@@ -19,10 +19,14 @@ def script() -> Any:
     return loaded(ROOT / "scripts" / "run_notebooks.py")
 
 
-@pytest.mark.sampled(4)  # the pages call the same functions: docs/python.md with a sweep and its report
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of Jupyter's own libraries
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook",
+    [  # the pages call the functions of the others: docs/python.md with a sweep and its report
+        pytest.param(path, id=path.stem, marks=[] if path.stem == "live" else pytest.mark.full) for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_runs(
     notebook: Path, script: Any, small_lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ def _installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def base(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(_installed: None, made_once: Callable[[str, Callable[[Path], object]], Path]) -> Path:
     """The base as a folder."""
-    return write_smollm2(tmp_path_factory.mktemp("real") / "smollm2")
+    return made_once("real", lambda folder: write_smollm2(folder / "smollm2")) / "smollm2"
 
 
 @pytest.fixture(scope="session")

@@ -79,7 +79,8 @@ def _written(
     def run(subject: Subject) -> Result:
         folder = adapterswap.write_adapter(plan(subject.pair), subject.out, layout=layout)
         model, said = load_with_peft(subject.base, folder)
-        return Result(changes_in(model, subject.base), logits(model), said)
+        output = logits(model)
+        return Result(changes_in(model, subject.base, keep=False), output, said)
 
     return run
 

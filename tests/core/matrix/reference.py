@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, peft_model
 from peft.tuners.lora import LoraLayer
-from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper, load_peft_weights
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from tolerances import close
 from transformers import PreTrainedModel
 
@@ -132,23 +134,33 @@ def recorded_warnings() -> Iterator[set[str]]:
 
 def load_with_peft(base: PreTrainedModel, folder: Path) -> tuple[PeftModel, set[str]]:
     """The adapter in a copy of the base as PEFT loads it, and PEFT's warnings meanwhile."""
-    with recorded_warnings() as said:
+    unexpected: list[str] = []
+    load = peft_model.set_peft_model_state_dict
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        """PEFT's own function, whose result PEFT drops: it has the unused keys."""
+        result = load(*args, **kwargs)
+        unexpected.extend(result.unexpected_keys)
+        return result
+
+    with recorded_warnings() as said, mock.patch.object(peft_model, "set_peft_model_state_dict", observed):
         model = PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
-        result = set_peft_model_state_dict(model, load_peft_weights(str(folder)))  # which returns unused keys
-    if result.unexpected_keys:
-        said.add(f"unexpected keys: {result.unexpected_keys}")
+    if unexpected:
+        said.add(f"unexpected keys: {unexpected}")
     return model, said
 
 
-def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes:
+def changes_in(model: PeftModel, base: PreTrainedModel | None = None, *, keep: bool = True) -> Changes:
     """ΔW of every parameter as PEFT computes it for the active adapters, with their present scalings.
 
-    For kinds that do not add a ΔW to the base's weight, the difference between PEFT's merge and `base`.
+    For kinds that do not add a ΔW to the base's weight, the difference between PEFT's merge and `base`. Without `keep`
+    the model is not needed any more, and merged itself instead of a copy.
     """
     config = model.peft_config[model.active_adapters[0]]
     plain = config.peft_type == "LORA" and not config.use_dora and not config.lora_bias and config.bias == "none"
     if base is not None and not plain:
-        return _merged_changes(model, base, with_biases=config.peft_type == "LORA" and config.lora_bias)
+        unmerged = copy.deepcopy(model) if keep else model
+        return _merged_changes(unmerged, base, with_biases=config.peft_type == "LORA" and config.lora_bias)
     changes: Changes = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, LoraLayer):
@@ -170,7 +182,7 @@ def changes_in(model: PeftModel, base: PreTrainedModel | None = None) -> Changes
 
 
 def _merged_changes(model: PeftModel, base: PreTrainedModel, *, with_biases: bool) -> Changes:
-    merged = copy.deepcopy(model).double()
+    merged = model.double()
     if with_biases:  # PEFT merges biases into biases only
         for module in merged.modules():
             inner = getattr(module, "base_layer", None)
@@ -204,9 +216,9 @@ def expert_changes(base: PreTrainedModel, expert: Expert) -> tuple[Changes, set[
     count only if it loads them.
     """
     model, said = load_with_peft(base, expert.made)
-    changes = changes_in(model, base)
-    reference = logits(with_changes(base, changes))
-    close(logits(model), reference, depth=LAYERS)
+    actual = logits(model)
+    changes = changes_in(model, base, keep=False)
+    close(actual, logits(with_changes(base, changes)), depth=LAYERS)
     if expert.folder != expert.made:
         with contextlib.suppress(RuntimeError, ValueError):
             _, more = load_with_peft(base, expert.folder)

@@ -1,6 +1,6 @@
 """Every architecture × every kind of adapters × every operation: exact against plain torch, or refused as expected.
 
-`make test` runs cells of `SAMPLE` that have each pair, `make matrix` and `make test-all` all of them (TESTS=all).
+`make test` runs cells of `QUICK` that have each pair, `make matrix` and `make test-all` all of them (TESTS=all).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from adapterswap import AdapterswapError
 from core.matrix.adapters import KINDS, Pair
 from core.matrix.architectures import ARCHITECTURES, LAYERS, build
-from core.matrix.expectations import CELLS, SAMPLE, Cell, reason_of
+from core.matrix.expectations import CELLS, QUICK, Cell, reason_of
 from core.matrix.methods import METHODS
 from core.matrix.operations import OPERATIONS, Result, Subject
 from core.matrix.reference import Changes, expected, expert_changes, logits, parameters, rounded_otherwise, with_changes
@@ -48,7 +48,7 @@ def pairwise(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell in chosen]
 
 
-CHOSEN = CELLS if ALL else pairwise(SAMPLE)
+CHOSEN = CELLS if ALL else pairwise(QUICK)
 
 
 class Prepared(NamedTuple):

@@ -16,8 +16,6 @@ from adapterswap.cli import main
 from adapterswap.cli.lab import lab_command
 from adapterswap.experiments.lab import SCENES
 
-from .conftest import Run
-
 
 def test_the_scenes_offered_are_the_scenes() -> None:
     (option,) = (parameter for parameter in lab_command.params if parameter.name == "scene")
@@ -70,7 +68,7 @@ def test_without_a_terminal_each_stage_is_one_line(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_stopped_scene_says_that_no_seed_is_kept(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: bool
+    small_lab_run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: bool
 ) -> None:
     """A constructed scene starts over; with --overwrite, the earlier run stays until then."""
 
@@ -79,7 +77,7 @@ def test_a_stopped_scene_says_that_no_seed_is_kept(
 
     target = tmp_path / "out"
     if earlier:
-        shutil.copytree(run.folder, target)
+        shutil.copytree(small_lab_run, target)
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.setattr("adapterswap.experiments.lab.run.run_study", stop)
     arguments = ["lab", "--scene", "gap", "--seeds", "1", "--out-path", str(target), "--overwrite"]

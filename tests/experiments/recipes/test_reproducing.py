@@ -14,7 +14,6 @@ from adapterswap.experiments.evaluation.tasks import split_shots
 from adapterswap.experiments.sweeps.recipe import SweepRecipe
 from adapterswap.experiments.training import TrainRecipe
 from adapterswap.kit.files.yaml import find_recipe, shipped_recipes
-from experiments.harness_tasks import known_tasks
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reproducing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(bash|yaml)\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -83,14 +82,14 @@ def _sweep(folder: Path) -> Path:
     return path
 
 
-def test_tasks_are_known(tmp_path: Path) -> None:
+def test_tasks_are_known(tmp_path: Path, known_tasks: frozenset[str]) -> None:
     named = {task for line in LINES for value in options(shlex.split(line), "--tasks") for task in value.split(",")}
     sweep = SweepRecipe.read(_sweep(tmp_path))
     assert isinstance(sweep.tasks, list)
     named |= {*sweep.tasks, *sweep.retention, *re.findall(r"belebele_\w+|global_mmlu_full_\w+", PAGE)}
     assert len(named) > 8
     stems = {split_shots(task)[0] for task in named}
-    assert {task for task in stems if task not in known_tasks() and not is_flores(task)} == set()
+    assert {task for task in stems if task not in known_tasks and not is_flores(task)} == set()
 
 
 def test_the_page_counts_its_sweep_correctly(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tiers import ALL
 
 from adapterswap.experiments.sweeps import Run, SweepProgress, SweepRecipe, prepare, sweep
 from adapterswap.experiments.sweeps.grid import Assignment, Cell, Trial
@@ -173,7 +174,7 @@ def test_an_interrupted_search_asks_the_same_questions(
     shutil.copytree(undisturbed, tmp_path / "cut")
     cells, seen = (undisturbed / name for name in ("cells.jsonl", "rungs.jsonl"))
     assert len(seen.read_bytes().splitlines()) > 16
-    for kept_cells, kept_rungs in ((6, 9), (4, 0)):
+    for kept_cells, kept_rungs in ((6, 9), (4, 0)) if ALL else ((6, 9),):
         for path, kept in ((cells, kept_cells), (seen, kept_rungs)):
             lines = path.read_bytes().splitlines(keepends=True)
             torn = lines[kept][:20]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from tiers import ALL
 
 from adapterswap.experiments.sweeps import SweepProgress, SweepRecipe, prepare, summarize, sweep
 from adapterswap.experiments.sweeps.grid import Trial
@@ -136,7 +137,7 @@ def test_a_resumed_search_asks_the_same_questions(searching: Callable[..., Sweep
     sweep(prepared, tmp_path / "peace", device="cpu")
     shutil.copytree(tmp_path / "peace", tmp_path / "killed")
     lines = (tmp_path / "killed" / "cells.jsonl").read_bytes().splitlines(keepends=True)
-    for kept in (len(lines) - 2, 9):  # in the middle of a trial
+    for kept in (len(lines) - 2, 9) if ALL else (9,):  # in the middle of a trial
         (tmp_path / "killed" / "cells.jsonl").write_bytes(b"".join(lines[:kept]))
         sweep(prepared, tmp_path / "killed", device="cpu")
         assert plain(tmp_path / "killed") == plain(tmp_path / "peace")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lm_eval.api import metrics
 from refusals import refused
 from safetensors.numpy import load_file
 from tiers import ALL
@@ -78,12 +79,13 @@ def rows(result: EvaluationResult) -> list[dict[str, Any]]:
 def test_every_cell_equals_a_separate_evaluation(swept: tuple[PreparedSweep, Run], tmp_path: Path) -> None:
     """In the model as `evaluate` loads it; and, but for rounding, from an adapter that was composed on disk.
 
-    On disk every third: that live and written compositions agree, tests/engines/live shows.
+    Every second cell, and on disk every third of these: that live and written compositions agree, tests/engines/live
+    shows.
     """
     prepared, run = swept
     assert len(run.results) == 4 + 14
     differing = {}
-    for number, result in enumerate(run.results):
+    for number, result in enumerate(run.results if ALL else run.results[1::2]):
         cell, plan = result.cell, prepared.plans[result.cell.cell]
         samples = read_samples(run.folder, cell.cell)
         with Subject(prepared.base, plan=plan, **cell.output).loaded(device="cpu") as model:
@@ -296,8 +298,11 @@ def test_targets_of_opposite_directions_are_refused(recipe: Recipe, tmp_path: Pa
     assert not prepare(recipe(**beside, **chosen)).tasks["pico_words"].higher_is_better
 
 
-def test_a_perplexity_chooses_nothing(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_perplexity_chooses_nothing(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its documents have log-likelihoods, whose mean would choose the worst configuration as the lowest."""
+    # The harness draws 100,000 samples for a standard error, which is not compared here.
+    bootstrap = metrics.bootstrap_stderr
+    monkeypatch.setattr(metrics, "bootstrap_stderr", lambda f, xs, iters: bootstrap(f, xs, 1000))
     words = {"tasks": ["pico_words"], "settings": _words_task(tmp_path), "compositions": [{"bottom": [0, 1], "top": 1}]}
     run = sweep(recipe(**words, primary={"pico_words": "perplexity"}), tmp_path / "run")
     for result in run.results:

@@ -69,7 +69,7 @@ def test_two_processes_search_like_one(content: Content, tmp_path: Path) -> None
     """By halving, so that questions are about some of the documents; and a finished folder is left as it is."""
     pytest.importorskip("optuna")
     search = {"sampler": "random", "trials": 4, "halving": {"min_documents": 3, "reduction_factor": 2}}
-    settings = content()["settings"] | {"limit": 13, "include_path": str(choices.write_task(tmp_path / "own"))}
+    settings = content()["settings"] | {"limit": 9, "include_path": str(choices.write_task(tmp_path / "own"))}
     requested = content(
         compositions=[{"bottom": [1, 2, 3], "top": [0, 1]}], search=search, settings=settings, **TWO_TASKS
     )

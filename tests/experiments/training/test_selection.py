@@ -38,7 +38,6 @@ from adapterswap.experiments.training.selection import (
 )
 from adapterswap.kit.errors import AdapterswapError, DependencyError, FieldError, RunError
 from adapterswap.kit.files.yaml import shipped_recipes
-from experiments.harness_tasks import known_tasks
 
 from .conftest import echo_rows, make_expert, recipe_maker, word_tokenizer
 from .spying import spied
@@ -459,12 +458,12 @@ def test_maths_in_the_target_language_is_reported() -> None:
     assert note.startswith("selection by mgsm_native_cot_sw: ")
 
 
-def test_shipped_selections_name_tasks_that_the_harness_has() -> None:
+def test_shipped_selections_name_tasks_that_the_harness_has(known_tasks: frozenset[str]) -> None:
     fragments = [path for name, path in shipped_recipes("regimes").items() if "/select-" in name]
     assert len(fragments) == 5
     for path in fragments:
         options = SelectionOptions.model_validate(yaml.safe_load(path.read_text(encoding="utf-8"))["selection"])
-        assert known_tasks().issuperset(options.tasks), path
+        assert known_tasks.issuperset(options.tasks), path
         assert options.notes() == []
 
 

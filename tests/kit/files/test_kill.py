@@ -22,6 +22,7 @@ from .writers import DRAWING, WRITERS, commands, make_inputs
 
 Crashing = Callable[..., dict[str, Any]]
 CRASHING = Path(__file__).parents[2] / "crashing.py"
+ROUNDS = 25 if ALL else 10
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_killed_at_every_step_of_a_replacement(crashing: Crashing) -> None:
 
 
 def test_killed_at_a_random_moment(crashing: Crashing) -> None:
-    result = crashing("random", kills=40, seed=1)
+    result = crashing("random", kills=40 if ALL else 16, seed=1)
     assert len(set(result["states"]) - {"finished"}) >= 2
     assert result["left"] == []
 
@@ -134,13 +135,13 @@ def test_a_folder_that_is_half_removed_is_not_put_back(crashing: Crashing) -> No
 
 
 def test_two_composes_at_once(crashing: Crashing) -> None:
-    result = crashing("rivals", rounds=25, overwrite=False)
+    result = crashing("rivals", rounds=ROUNDS, overwrite=False)
     assert all(sorted(codes) == [0, 3] for codes in result["outcomes"])
     assert (result["broken"], result["left"]) == (0, [])
 
 
 def test_two_composes_at_once_that_overwrite(crashing: Crashing) -> None:
-    result = crashing("rivals", rounds=25, overwrite=True)
+    result = crashing("rivals", rounds=ROUNDS, overwrite=True)
     assert all(sorted(codes) in ([0, 3], [0, 0]) for codes in result["outcomes"])
     assert (result["broken"], result["left"]) == (0, [])
 
