@@ -86,10 +86,11 @@ Visit = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def context(browser: Any) -> Iterator[Any]:
-    """One for all tests, so that the browser keeps the page's scripts."""
-    context = browser.new_context(permissions=["clipboard-read", "clipboard-write"])
+    """One for all tests, which keeps the page's scripts."""
+    context = browser.contexts[0]
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
     yield context
-    context.close()
+    context.clear_permissions()
 
 
 @pytest.fixture
