@@ -27,7 +27,6 @@ from adapterswap.experiments.lab.scenes import SCENES, draw_problems
 from adapterswap.experiments.lab.seed import Questions
 from adapterswap.experiments.studio import evaluations
 from adapterswap.experiments.studio.choice import Choice, first_choice, from_address
-from adapterswap.experiments.studio.controls import presets
 from adapterswap.experiments.studio.html import COLUMNS, columns
 from adapterswap.experiments.studio.server import serve_page
 from adapterswap.experiments.studio.workspace import Workspace
@@ -521,6 +520,8 @@ def test_controls_that_would_do_nothing_are_hidden(visit: Visit) -> None:
 
 
 def test_methods_are_grouped_by_whether_they_answer(workspace: Workspace) -> None:
+    from adapterswap.experiments.studio.controls import presets  # which imports Gradio: only where these tests run
+
     methods = [
         (title, name)
         for title, name in presets()
