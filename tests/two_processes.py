@@ -1,7 +1,7 @@
 """Run a program, or `-m` and a module, in two processes with the variables that torchrun sets.
 
 They are forked from one that has imported the libraries, so that these are imported once and not three times.
-Prints what they print, and ends with the higher of their exit codes. If one fails, the other is terminated.
+Prints what they print. If one fails, the other is terminated, and this ends with the exit code of the first.
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ if __name__ == "__main__":
         if codes[-1] != 0:  # as torchrun does
             for other in children:
                 os.kill(other, signal.SIGTERM)
-    sys.exit(max(codes))
+    sys.exit(next((code for code in codes if code != 0), 0))
