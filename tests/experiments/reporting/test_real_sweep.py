@@ -35,7 +35,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "baselines": ["base", "task", "language", "soup"],
         "compositions": [{"bottom": [1, 2], "top": [0, 1]}],
         "tasks": [TASK],
-        "settings": {"limit": 16, "batch_size": 8, "include_path": str(choices.write_task(tmp_path / "own"))},
+        "settings": {"limit": 40, "batch_size": 8, "include_path": str(choices.write_task(tmp_path / "own"))},
     }
     run = sweep(SweepRecipe.model_validate(requested), tmp_path / "run")
     report = make_report(open_source(tmp_path / "run"), reference="base")
@@ -45,7 +45,7 @@ def test_a_real_sweep(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(tmp_path) not in page
     told = re.search(r"recipe.yaml</summary>\n<pre[^>]*>(.*?)</pre>", page, flags=re.DOTALL)
     assert told is not None
-    assert SweepRecipe.model_validate(yaml.safe_load(unescape(told[1]))).settings.limit == 16
+    assert SweepRecipe.model_validate(yaml.safe_load(unescape(told[1]))).settings.limit == 40
 
     soups = [result for result in run.results if result.cell.family == "soup"]
     assert len(soups) == 4
