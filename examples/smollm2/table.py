@@ -53,11 +53,16 @@ def marks_of(results: Iterable[CellResult]) -> Marks:
     for result in results:
         (value,) = result.results.values()
         experts = "+".join([*result.cell.task_expert, *result.cell.language_expert])
-        moved = experts.endswith(MOVED)
-        row = "swap, layers moved" if moved else result.cell.family
-        text = "".join(str(int(value.docs[number])) for number in sorted(value.docs))
-        marks.setdefault(row, {})[experts.removesuffix(MOVED)] = text
+        row = result.cell.family
+        if experts.endswith(MOVED):
+            row = "swap, layers moved"
+        marks.setdefault(row, {})[experts.removesuffix(MOVED)] = text_of(value.docs)
     return marks
+
+
+def text_of(docs: Mapping[int, float]) -> str:
+    """A mark for each problem, in the order of their numbers."""
+    return "".join(str(int(docs[number])) for number in sorted(docs))
 
 
 def described_of(results: Iterable[CellResult]) -> dict[str, dict[str, str]]:
@@ -67,9 +72,10 @@ def described_of(results: Iterable[CellResult]) -> dict[str, dict[str, str]]:
         ((task, value),) = result.results.items()
         experts = " + ".join([*result.cell.task_expert, *result.cell.language_expert]).replace("-", " ")
         family = result.cell.family
-        name = experts if family in ("task expert", "language expert") else f"{experts}, {family}".lstrip(", ")
-        text = "".join(str(int(value.docs[number])) for number in sorted(value.docs))
-        described.setdefault(LANGUAGES[task[-2:]], {})[name] = text
+        name = experts
+        if family not in ("task expert", "language expert"):
+            name = f"{experts}, {family}".lstrip(", ")  # the base has no experts
+        described.setdefault(LANGUAGES[task[-2:]], {})[name] = text_of(value.docs)
     return described
 
 
@@ -86,38 +92,52 @@ def test_problems() -> list[dict[str, str]]:
 def of_pair(cells: Mapping[str, str], pair: str) -> NDArray[np.float64] | None:
     """A row's marks (problems,) for a pair: a single expert stands in each pair that contains it, the base in all."""
     for experts, text in cells.items():
-        if set(filter(None, experts.split("+"))) <= set(pair.split("+")):
-            return np.array([float(mark) for mark in text])
+        is_base = experts == ""
+        if is_base or set(experts.split("+")) <= set(pair.split("+")):
+            return array_of(text)
     return None  # not evaluated
+
+
+def array_of(text: str) -> NDArray[np.float64]:
+    """Marks (problems,) as numbers."""
+    return np.array([float(mark) for mark in text])
 
 
 def half(values: NDArray[np.float64]) -> str:
     """Half of the 95 % interval of a mean (Student's t), as text."""
     found = mean_interval(values).half
-    return "–" if found is None else f"± {short(found)}"
+    if found is None:
+        return "–"
+    return f"± {short(found)}"
 
 
 def over_both(apart: NDArray[np.float64], pairs: Iterable[str]) -> str:
     """The 95 % interval of differences (pairs, problems), with templates and pairs drawn at random."""
-    interval = mean_interval(
-        apart, [pair.split("+") for pair in pairs], [problem["template"] for problem in test_problems()],
-        documents="templates", bounds=DIFFERENCE, equal_groups=True,
-    )  # fmt: skip
-    several = len(apart) > 1 and interval.ends is not None
-    return f"[{', '.join(map(signed, interval.ends))}]" if several else "–"
+    experts = [pair.split("+") for pair in pairs]
+    templates = [problem["template"] for problem in test_problems()]
+    interval = mean_interval(apart, experts, templates, documents="templates", bounds=DIFFERENCE, equal_groups=True)
+    if len(apart) == 1 or interval.ends is None:
+        return "–"
+    low, high = interval.ends
+    return f"[{signed(low)}, {signed(high)}]"
 
 
 def by_template(marks: NDArray[np.float64]) -> NDArray[np.float64]:
     """The mean of every template (…, templates) of marks (…, problems): each template counts as much as another."""
-    names = [problem["template"] for problem in test_problems()]
-    parts = ([place for place, name in enumerate(names) if name == template] for template in dict.fromkeys(names))
-    return np.stack([marks[..., places].mean(-1) for places in parts], axis=-1)
+    problems: dict[str, list[int]] = {}  # template → the places of its problems
+    for place, problem in enumerate(test_problems()):
+        problems.setdefault(problem["template"], []).append(place)
+    return np.stack([marks[..., places].mean(-1) for places in problems.values()], axis=-1)
 
 
 def of_pairs(marks: Marks, row: str) -> dict[str, NDArray[np.float64]]:
     """A row's marks (problems,) for each pair that has them."""
-    found = {pair: of_pair(marks[row], pair) for pair in pairs_of(marks)}
-    return {pair: values for pair, values in found.items() if values is not None}
+    found = {}
+    for pair in pairs_of(marks):
+        values = of_pair(marks[row], pair)
+        if values is not None:
+            found[pair] = values
+    return found
 
 
 def table(marks: Marks) -> list[str]:
@@ -129,13 +149,24 @@ def table(marks: Marks) -> list[str]:
         "|---|" + "---:|" * (len(names) + 6),
     ]
     swap = of_pairs(marks, SWAP)
-    for row in (row for row in ROWS if row in marks):
+    for row in ROWS:
+        if row not in marks:
+            continue
+
+        # Its score in each pair, and the mean
         scores = of_pairs(marks, row)
-        cells = [short(by_template(scores[pair]).mean()) if pair in scores else "–" for pair in pairs]
+        cells = []
+        for pair in pairs:
+            score = "–"
+            if pair in scores:
+                score = short(by_template(scores[pair]).mean())
+            cells.append(score)
         cells.append(short(mean_of(scores)))
+
+        # The swap minus it, with the intervals
         if row != SWAP:
-            apart = np.array([swap[pair] - values for pair, values in scores.items()])
-            means = by_template(apart)
+            apart = np.array([swap[pair] - values for pair, values in scores.items()])  # (pairs, problems)
+            means = by_template(apart)  # (pairs, templates)
             cells += [signed(means.mean()), over_both(apart, scores)]
             cells += [half(means.mean(0)), half(means.mean(1))]
 
@@ -167,12 +198,14 @@ def in_short(marks: Marks) -> list[str]:
 
 def by_operation(marks: Marks) -> list[str]:
     """For each operation, the mean scores of the rows that every pair has."""
-    operations = list({problem["template"]: problem["operation"] for problem in test_problems()}.values())
+    operations = {problem["template"]: problem["operation"] for problem in test_problems()}
+    of_template = np.array(list(operations.values()))  # (templates,)
     lines = ["| | + | − | × | ÷ |", "|---|---:|---:|---:|---:|"]
     for row in complete(marks):
-        scores = by_template(np.array(list(of_pairs(marks, row).values()))).mean(0)
-        parts = (np.mean([one for one, o in zip(scores, operations, strict=True) if o == kind]) for kind in "+-*/")
-        lines.append(f"| {ROWS[row]} | " + " | ".join(short(float(part)) for part in parts) + " |")
+        values = np.array(list(of_pairs(marks, row).values()))  # (pairs, problems)
+        scores = by_template(values).mean(0)  # (templates,)
+        cells = [short(scores[of_template == operation].mean()) for operation in "+-*/"]
+        lines.append(f"| {ROWS[row]} | {' | '.join(cells)} |")
     return lines
 
 
@@ -181,11 +214,12 @@ def beside_pairs(content: Mapping[str, Any]) -> list[str]:
     lines = ["| test | composition | score | it − math 0 | over templates |", "|---|---|---:|---:|---:|"]
     french = {"math 0": content["marks"]["task expert"]["math-0"], **content["described"].get("French", {})}
     for language, rows in {**content["described"], "French": french}.items():
-        scores = {name: by_template(np.array([float(mark) for mark in text])) for name, text in rows.items()}
+        scores = {name: by_template(array_of(text)) for name, text in rows.items()}
         for name, score in scores.items():
-            cells = [language, in_words(name), short(score.mean())]
-            apart = score - scores["math 0"]
-            cells += ["", ""] if name == "math 0" else [signed(apart.mean()), half(apart)]
+            cells = [language, in_words(name), short(score.mean()), "", ""]
+            if name != "math 0":
+                apart = score - scores["math 0"]
+                cells[3:] = [signed(apart.mean()), half(apart)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -206,7 +240,8 @@ def short(value: float) -> str:
 
 def add(content: dict[str, Any], folder: Path) -> None:
     """Add the results of a folder to those of results.json."""
-    if (record := folder / "results.json").exists():
+    record = folder / "results.json"
+    if record.exists():
         demonstration = json.loads(record.read_text(encoding="utf-8"))
         assert demonstration["format"] == FRENCH_FORMAT
         content["scores"] = {row: round(score, 4) for row, score in demonstration["scores"].items()}
@@ -225,8 +260,9 @@ def main() -> None:
             add(content, folder)
         content["marks"] = {row: content["marks"][row] for row in ROWS if row in content["marks"]}
         RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    tables = [make(content["marks"]) for make in (table, by_operation, in_short)]
-    print("\n\n".join("\n".join(lines) for lines in [*tables, beside_pairs(content)]))
+    marks = content["marks"]
+    tables = [table(marks), by_operation(marks), in_short(marks), beside_pairs(content)]
+    print("\n\n".join("\n".join(lines) for lines in tables))
 
 
 if __name__ == "__main__":
