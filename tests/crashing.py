@@ -160,7 +160,7 @@ def retired(folder: Path, arguments: list[str]) -> dict[str, Any]:
         shutil.copytree(saved, out)
         aside = folder / f".out.{step:012x}.old.tmp"
         shutil.copytree(out, aside)
-        code = killed_at(step, f"{folder}/", lambda: compose(replacing), "itself")
+        code = killed_at(step, f"{folder}/", lambda: compose(replacing), "itself", removals=True)
         remove(out)
         result(forked(lambda: compose(arguments)))  # it may say that the one that was set aside exists
         states.append(judge(out, None, new))

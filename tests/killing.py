@@ -60,12 +60,17 @@ def hold(stream: int = 1) -> None:
 
 
 def listening(
-    prefix: str, body: Callable[[], int | None], act: Callable[[int], object], hear: Callable[[int, BinaryIO], Any]
+    prefix: str,
+    body: Callable[[], int | None],
+    act: Callable[[int], object],
+    hear: Callable[[int, BinaryIO], Any],
+    *,
+    removals: bool = False,
 ) -> tuple[int, Any]:
     """Run `body` in a child that calls `act` at each access below `prefix`, and read what the child writes.
 
     Args:
-        prefix: as for `on_touch`.
+        prefix, removals: as for `on_touch`.
         body: what the child runs.
         act: called with the stream that the child may write to.
         hear: called with the child's process id and the stream it writes to, which ends with the child.
@@ -76,7 +81,7 @@ def listening(
     heard, message = os.pipe()
 
     def watched() -> int | None:
-        on_touch(prefix, lambda: act(message))
+        on_touch(prefix, lambda: act(message), removals=removals)
         return body()
 
     child = forked(watched)
@@ -94,12 +99,18 @@ def count_steps(prefix: str, body: Callable[[], int | None]) -> int:
 
 
 def killed_at(
-    step: int, prefix: str, body: Callable[[], int | None], how: How, ready: Callable[[], bool] = lambda: True
+    step: int,
+    prefix: str,
+    body: Callable[[], int | None],
+    how: How,
+    ready: Callable[[], bool] = lambda: True,
+    *,
+    removals: bool = False,
 ) -> int:
     """Run `body` in a child that is killed at its `step`-th access; return its exit code as from `result`.
 
     It kills itself, or this process kills it: while it waits at that step, or as soon as this process hears of the
-    step, wherever the child is by then. Accesses count once `ready` returns True.
+    step, wherever the child is by then. Accesses count once `ready` returns True; with `removals`, those in `on_touch`.
     """
     left = step
 
@@ -119,4 +130,4 @@ def killed_at(
         if stream.readline():  # empty if the child ended without writing
             os.kill(child, signal.SIGKILL)
 
-    return listening(prefix, body, act, kill)[0]
+    return listening(prefix, body, act, kill, removals=removals)[0]
