@@ -107,7 +107,7 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
         in_full = f", {' and '.join(trained)} with {inspection.num_saved_parameters:,} parameters"
 
     total, size = inspection.num_parameters, human_bytes(inspection.nbytes)
-    echo(f"{len(adapter.modules) + len(adapter.opaque)} modules, {total:,} parameters{in_full}, {size}")
+    echo(f"{len(adapter.adapted)} modules, {total:,} parameters{in_full}, {size}")
     _print_tables(inspection)
     if adapter.ignored:
         names = ", ".join(adapter.ignored)

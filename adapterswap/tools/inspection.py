@@ -81,7 +81,7 @@ class Inspection:
         """The number of stored parameters: of an adapter, all except modules trained in full."""
         parts: Iterable[Part] = self.parts
         if isinstance(self.expert, Adapter):
-            parts = [*self.expert.modules.values(), *self.expert.opaque.values()]
+            parts = self.expert.adapted.values()
         return sum(map(_parameters, parts))
 
     @property

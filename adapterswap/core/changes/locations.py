@@ -16,7 +16,7 @@ from typing import NamedTuple
 from adapterswap.core.changes.kinds import Change, LowRank, Whole, change_of
 from adapterswap.core.experts.adapter import Adapter
 from adapterswap.core.experts.keys import ModuleKeys
-from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, compare_shapes
+from adapterswap.core.experts.parts import FullModule, LoraModule, compare_shapes
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import ModelConfig, ModuleName
 from adapterswap.kit.errors import AdapterswapError, BaseModelError, Problems, UnsupportedError, and_more
@@ -304,9 +304,9 @@ class _Search:
         missing: list[str] = []
         ours: dict[str, str] = {}
         theirs: dict[str, str] = {}
-        parts: list[LoraModule | OpaqueModule] = [*self.adapter.opaque.values()]
-        parts += [module for module in self.adapter.modules.values() if not module.parameter]
-        for part in parts:
+        for part in self.adapter.adapted.values():
+            if part.parameter:  # see `_parameter`
+                continue
             key, lora = self.key(part.name), part.lora
             if key is None:
                 missing.append(part.name)
@@ -544,10 +544,10 @@ def _tied_embedding(base: Checkpoint, name: str) -> StoredTensor | None:
 def _stored_names(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> Callable[[str, str], str | None]:
     """A function from the names of a module and a parameter to the stored tensor's name, or None."""
     # What modules in layers are called, without those that are parameters
-    layered = [part.name for part in adapter.opaque.values() if part.layer is not None]
-    for module in adapter.modules.values():
-        if module.layer is not None and not module.parameter:
-            layered.append(module.name)
+    layered = []
+    for part in adapter.adapted.values():
+        if part.layer is not None and not part.parameter:
+            layered.append(part.name)
 
     # The outermost prefix may be absent from the file, or from the adapter.
     prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})

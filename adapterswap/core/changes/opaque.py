@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from adapterswap.core.changes.kinds import Opaque
-from adapterswap.core.experts.keys import KINDS
 from adapterswap.kit.errors import ExpertError, UnsupportedError, reason_of
 
 Numbers = npt.NDArray[np.float32]
@@ -49,8 +48,7 @@ def _merged(change: Opaque, parameter: str, own: Floats, tensors: Mapping[str, N
     from peft import get_peft_model
 
     part = change.part
-    kind = KINDS.get(part.peft_type)
-    if kind is not None and kind.shared and not part.shared:
+    if part.shares_tensors and not part.shared:
         raise UnsupportedError(
             f"{part.name}: the {part.method} adapter lacks the projections that its modules share, which PEFT draws at "
             "random",

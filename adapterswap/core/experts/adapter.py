@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from adapterswap.core.companions.files import MODEL_CONFIG
 from adapterswap.core.experts.config import AdapterConfig
 from adapterswap.core.experts.held import Held
-from adapterswap.core.experts.keys import KINDS, TRAINABLE_TOKENS, TRAINED_TOKENS, sort_keys
+from adapterswap.core.experts.keys import sort_keys
 from adapterswap.core.experts.parts import FullModule, LoraModule, OpaqueModule, Part
 from adapterswap.core.model.checkpoints import MODEL_INDEX, Checkpoint, check_alone, open_checkpoint
 from adapterswap.core.model.layers import KeptLayers, ModuleName, has_both_stacks, layer_container
@@ -99,6 +99,11 @@ class Adapter:
     def opaque(self) -> Mapping[str, OpaqueModule]:
         """The modules whose change is not a product of two factors (DoRA, OFT, …)."""
         return {name: part for name, part in self.parts.items() if isinstance(part, OpaqueModule)}
+
+    @cached_property
+    def adapted(self) -> Mapping[str, LoraModule | OpaqueModule]:
+        """The modules that have a change of their weight, whatever its kind, and are not held in full."""
+        return {**self.opaque, **self.modules}
 
     @property
     def ties_factors(self) -> bool:
@@ -211,15 +216,12 @@ class Adapter:
 
         # What the tensors are, and which of them PEFT loads
         problems = Problems(ExpertError, str(folder))
-        kind = KINDS.get(config.peft_type)
-        if config.peft_type == TRAINABLE_TOKENS:
-            kind = TRAINED_TOKENS
         keys = sort_keys(
             file,
             config.modules_to_save,
             problems,
             biases=config.bias != "none",
-            kind=kind,
+            kind=config.kind,
             tokens=bool(config.trained_tokens),
         )
         held = Held.of(keys, config, file, folder, problems)
@@ -233,7 +235,7 @@ class Adapter:
         except ExpertError as error:
             problems.keep(error)  # it names the folder
 
-        if all(isinstance(part, FullModule) for part in parts) and not held.tied and not problems:
+        if not held.parts and not held.tied and not problems:
             title = held.config.title
             problems.add(f"{WEIGHTS} holds no {title} tensors", f"Pass a {title} adapter saved by PEFT")
         problems.raise_if_any()

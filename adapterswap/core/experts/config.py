@@ -391,6 +391,7 @@ class AdapterConfig:
         modules_to_save: modules trained in full, by the end of their name.
         targets: the modules for which PEFT loads LoRA factors.
         peft_type: LORA, TRAINABLE_TOKENS, or another kind of `keys.KINDS`.
+        kind: what is known of this kind; None for LoRA.
         dora, lora_bias: whether its modules are these variants of LoRA.
         bias: `all` or `lora_only` if biases of the base were trained too; else `none`.
         settings: for another kind than LoRA, the settings that its modules read, except those in `patterns`.
@@ -418,6 +419,7 @@ class AdapterConfig:
     targets: Targets = field(default_factory=Targets)
     sha256: str = ""
     peft_type: str = LORA
+    kind: PeftKind | None = None
     dora: bool = False
     lora_bias: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
@@ -439,10 +441,8 @@ class AdapterConfig:
     @property
     def title(self) -> str:
         """The usual name of this kind of adapter."""
-        if self.peft_type == TRAINABLE_TOKENS:
-            return TRAINED_TOKENS.title
-        if self.peft_type != LORA:
-            return KINDS[self.peft_type].title
+        if self.kind is not None:
+            return self.kind.title
         if self.dora:
             return DORA
         return LORA_BIAS if self.lora_bias else "LoRA"
@@ -613,6 +613,7 @@ def _read(
         alpha_pattern=patterns("alpha_pattern", _is_alpha, f"a mapping whose values are each {_ALPHA}"),
         targets=read_targets(content, where, problems, kind),
         sha256=sha256,
+        kind=kind,
         dora=value("use_dora", False, _is_bool, "true or false"),
         lora_bias=value("lora_bias", False, _is_bool, "true or false"),
         bias=value("bias", "none", lambda v: v in ("none", "all", "lora_only"), "none, all or lora_only"),

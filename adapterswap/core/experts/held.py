@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from adapterswap.core.experts.config import AdapterConfig, Targets, is_plain
 from adapterswap.core.experts.keys import (
-    KINDS,
     MISMATCH,
     TASK_HEADS,
     TOKENS,
@@ -94,7 +93,7 @@ class Held(NamedTuple):
             return Held._of_tokens(keys, config, ignored, problems)
 
         parts = {name: tensors for name, tensors in parts.items() if name not in ignored}
-        if config.peft_type == "IA3" and config.targets.feedforward is not None:
+        if config.targets.feedforward is not None:
             check_feedforward(_without_factors(parts), config, problems)
         return Held(config, parts, keys.saved, parameters, ignored)
 
@@ -215,7 +214,7 @@ def _reason_for_base(config: AdapterConfig, names: Collection[str], saved: Colle
     if config.peft_type == "IA3" and config.targets.feedforward is None:
         return "feedforward_modules is null"
 
-    kind = KINDS.get(config.peft_type)
+    kind = config.kind
     if kind is not None and kind.shared and len(_loaded(config, names)) < len(names):
         return "it targets only some of the modules in the file, which share tensors as large as the largest"
 

@@ -195,6 +195,11 @@ class OpaqueModule(_Part):
         return {name: tensor for name, tensor in self.tensors.items() if name in LORA_PARTS}
 
     @property
+    def shares_tensors(self) -> bool:
+        """Whether all modules of its kind use the same tensors, as VeRA's use their projections."""
+        return self.peft_type in KINDS and bool(KINDS[self.peft_type].shared)
+
+    @property
     def on_bias(self) -> bool:
         """Whether it also changes the module's bias."""
         if "ia3_l" in self.tensors:

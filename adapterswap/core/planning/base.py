@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
@@ -82,7 +82,10 @@ def check_bases(
     if declared is None or reported or not by_weights:
         return
     for name, adapter in adapters.items():
-        if _lies_on_merged(adapter, declared):
+        if same_base(adapter.config.base_model, declared):
+            continue
+        merged = _merged_into(adapter)
+        if merged is not None and merged != _merged_into_base(declared):
             problems.add(
                 f"{name} was trained on {adapter.config.base_model}, into which adapters are merged, and not on "
                 f"{declared}",
@@ -207,20 +210,19 @@ def unchecked_bases(experts: Mapping[str, Expert], declared: str | None) -> tupl
     if declared is not None:
         compared.append(declared)
         known = known and os.path.isdir(expand(declared))
-    if known or len(compared) < 2 or _one_folder(compared):
+    if known or len(compared) < 2:
+        return ()
+
+    # All may be paths to one folder that exists here, whatever the current folder is.
+    folders = [expand(place) for place in compared]
+    existing = all(folder.is_absolute() and os.path.isdir(folder) for folder in folders)
+    if existing and len({folder.resolve() for folder in folders}) == 1:
         return ()
 
     listed = " and ".join(without or [str(declared)])
     called = _called(experts[next(iter(places))])
     what = f"the weights of the local base {called} are not known for {listed}"
     return (f"Not checked whether all have one base: {what}",)
-
-
-def _one_folder(places: Collection[str]) -> bool:
-    """Whether all are paths to one folder that exists here, whatever the current folder is."""
-    folders = [expand(place) for place in places]
-    existing = all(folder.is_absolute() and os.path.isdir(folder) for folder in folders)
-    return existing and len({folder.resolve() for folder in folders}) == 1
 
 
 def _base_name(expert: Expert) -> str | None:
@@ -292,18 +294,6 @@ def _merged_into(adapter: Adapter) -> list[_Identity] | None:
     if is_on_top(below):
         return [(below[CONFIG], below[WEIGHTS])]
     return _merged_into_base(adapter.config.base_reference)
-
-
-def _lies_on_merged(adapter: Adapter, declared: str) -> bool:
-    """Whether adapters are merged into an adapter's base, and not into the declared one, by the records beside them."""
-    if same_base(adapter.config.base_model, declared):
-        return False
-    merged = _merged_into(adapter)
-    return merged is not None and merged != _merged_into_base(declared)
-
-
-def _identity(adapter: Adapter) -> _Identity:
-    return adapter.config.sha256, sha256_of(adapter.file.path)
 
 
 def _folder_with_record(base: str | None) -> Path | None:
@@ -436,7 +426,7 @@ def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adap
     merged = _merged_into(adapter)
     others = False
     if merged is not None:
-        identities = [_identity(part) for part in before]
+        identities = [(part.config.sha256, sha256_of(part.file.path)) for part in before]
         others = merged not in (identities[-1:], identities)
     if others or any(_is_merged_into(adapter, part) for part in before):
         raise ExpertError(

@@ -120,16 +120,15 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
 
     For full weights, an unchanged tensor is left out if another tensor of its kind in the same layer is changed.
     """
-    depth = plan.depth
     slots = plan.modules.values()
 
-    stacks = {}
+    stacks: dict[str, Stack | None] = {}
+    for stack, names in plan.depth.by_stack(plan.modules).items():
+        stacks |= dict.fromkeys(names, stack)
     changed = set()
     for slot in slots:
-        stack = depth.stack_of(slot.name)
-        stacks[slot.name] = stack
         if slot.terms:
-            changed.add((stack, slot.layer, slot.kind))
+            changed.add((stacks[slot.name], slot.layer, slot.kind))
 
     marks = []
     for slot in slots:
@@ -271,9 +270,14 @@ def draw(drawn: Sequence[Mark], depth: Depth, experts: Collection[str]) -> Pictu
         in_stack = [mark for mark in drawn if mark.stack == stack]
         rows |= _rows(in_stack, stack, depth.of(stack), letters)
 
+    # The meaning of each character that the rows have: the experts' letters first, in their order
     marks_used = "".join(rows.values())
     owners = tuple(letter for letter in letters.values() if letter in marks_used)
-    return Picture(rows, depth.of(None), _legend(drawn, marks_used, letters), owners, drawn)
+    blends = sorted({mark.blend for mark in drawn if mark.owner is None})
+    meanings = {letter: name for name, letter in letters.items()}
+    meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
+    legend = {mark: meaning for mark, meaning in meanings.items() if mark in marks_used}
+    return Picture(rows, depth.of(None), legend, owners, drawn)
 
 
 def recorded_strip(
@@ -508,14 +512,6 @@ def _row(drawn: Sequence[Mark], num_layers: int, letters: Mapping[str, str]) -> 
         else:
             row += next(iter(cell), _NOTHING)
     return row
-
-
-def _legend(drawn: Sequence[Mark], marks_used: str, letters: Mapping[str, str]) -> dict[str, str]:
-    """The meaning of each character that the strip has: the experts' letters first, in their order."""
-    blends = sorted({mark.blend for mark in drawn if mark.owner is None})
-    meanings = {letter: name for name, letter in letters.items() if letter in marks_used}
-    meanings |= {_BLEND: " or ".join(blends), _UNCHANGED: "base", _SEVERAL: "differs by module"}
-    return {mark: meaning for mark, meaning in meanings.items() if mark in marks_used}
 
 
 # (background, text), in the order of the experts; the first two also differ in grey. Only experts have colours.

@@ -113,7 +113,7 @@ def _on_copy(slot: Slot, size: int, problems: Problems) -> Slot:
 def _with_copies(slot: Slot, size: int, problems: Problems) -> Slot:
     """An embedding or head with LoRA; the base has only the first `size` of its rows."""
     # The copies stand in for the base's rows in a sum. Other methods would also compare experts by them.
-    if not slot.is_linear or slot.opaque:
+    if slot.is_held_whole:
         problems.add(
             f"{slot.name} has LoRA of a resized vocabulary, whose rows can only be added up, but its method is "
             f"{slot.method}",

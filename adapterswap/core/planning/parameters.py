@@ -131,17 +131,14 @@ class MethodFields(Declared):
             predicate = f"only applies to {belongs}, not to {' or '.join(methods)}"
         return [Mistake(location, predicate=predicate)]
 
-    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
-        if name != _KEY:
-            return {name: value}
-
+    def _dumped_rest(self, values: dict[str, Any], *, without_defaults: bool) -> dict[str, Any]:
         own = _own_parameters(self._methods_of(self.__dict__["method"]))
         entries: dict[str, Any] = {}
-        for parameter_name, one in value.items():
-            parameter = own[parameter_name]
-            is_needed = one != parameter.default or (parameter.required and not self.in_rules)
+        for name, value in values.items():
+            parameter = own[name]
+            is_needed = value != parameter.default or (parameter.required and not self.in_rules)
             if is_needed or not without_defaults:
-                entries[parameter.called(in_rules=self.in_rules)] = one
+                entries[parameter.called(in_rules=self.in_rules)] = value
         if self.in_rules:
             return dict(sorted(entries.items()))
         return entries

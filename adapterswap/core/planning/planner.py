@@ -13,7 +13,7 @@ from numbers import Integral
 from adapterswap.core.changes.kinds import Change, Storage, Term, Whole, change_of
 from adapterswap.core.changes.locations import Located, TiedHead, locate_all
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.parts import FullModule, Part
+from adapterswap.core.experts.parts import Part
 from adapterswap.core.model.checkpoints import Checkpoint, StoredTensor, open_checkpoint
 from adapterswap.core.model.layers import NumLayers
 from adapterswap.core.model.sources import Reference
@@ -184,11 +184,8 @@ def _places(adapters: Mapping[str, Adapter]) -> list[Place]:
     adapted: dict[str, Part] = {}
     held: dict[str, Part] = {}
     for adapter in adapters.values():
-        for name, part in adapter.parts.items():
-            if isinstance(part, FullModule):
-                held[name] = part
-            else:
-                adapted[name] = part
+        adapted |= adapter.adapted
+        held |= adapter.saved
 
     places = []
     for name, part in {**held, **adapted}.items():

@@ -81,7 +81,7 @@ def _check_trained_tokens(slot: Slot, settled: Slot, tokens: Mapping[str, Tokens
         tokens: expert → its tokens, for experts with a tokenizer.
         problems: collects the mistakes.
     """
-    trained = [term for term in slot.whole if term.change.rows]
+    trained = [term for term in slot.terms if term.change.rows]
     others = [term for term in slot.terms if term not in trained]
     remedy = f"Give it to one expert in its own rule: {{modules: [{slot.name}], expert: {trained[0].expert}}}"
     if others:
@@ -162,7 +162,7 @@ def _check_named(rows: Rows) -> None:
         )
 
     if rows.new_ids and not slot.terms:
-        owners = _owners(rows.new)
+        owners = " and ".join(name for name, tokens in rows.new.items() if tokens)
         raise CompositionError(
             f"The rule `{slot.rule}` gives {slot.name} to the base, which has no row for the new tokens of "
             f"{owners} ({_tokens(rows.new)})",
@@ -306,10 +306,6 @@ def check_ties(slots: Sequence[Slot], config: Mapping[str, Any] | None, problems
         parameter="base_model",
         kind=kind,
     )
-
-
-def _owners(new: Mapping[str, Mapping[int, str | None]]) -> str:
-    return " and ".join(name for name, tokens in new.items() if tokens)
 
 
 def _tokens(new: Mapping[str, Mapping[int, str | None]]) -> str:

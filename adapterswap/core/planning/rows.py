@@ -35,7 +35,7 @@ def with_trained_rows(slot: Slot, size: int | None) -> tuple[Slot, int | None]:
         slot: the slot with its terms, at least one of them with trained tokens.
         size: the base's number of rows; None if it is unknown.
     """
-    if len(slot.whole) < len(slot.terms) or not all(term.change.rows for term in slot.whole):
+    if not all(term.change.rows for term in slot.terms):
         return slot, None  # `row_gates` refuses it
     if slot.rule is not None and slot.rule.combines_sides:
         return slot, None  # `targets.in_full_by_a_method` refuses it
@@ -479,7 +479,7 @@ def _notes(
             note = f"the vocabulary grows from {table.size} to {size} rows{listed}"
 
     if not is_model:
-        note = f"{note}: {_resize(size)}"
+        note = f"{note}: {_ADVICE}{size}) before PEFT loads the adapter"
     return (note,)
 
 
@@ -497,10 +497,6 @@ def _additions(new: Mapping[int, tuple[str, str | None]]) -> str:
 
 
 _ADVICE = "call model.resize_token_embeddings("
-
-
-def _resize(size: int) -> str:
-    return f"{_ADVICE}{size}) before PEFT loads the adapter"
 
 
 def without_advice(notes: Sequence[str]) -> tuple[str, ...]:

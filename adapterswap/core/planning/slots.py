@@ -244,7 +244,8 @@ class Slot(Terms):
         share: tuple[BaseShare, ...] = ()
         if abs(rest) > _NOTHING:
             share = (BaseShare(rest),)
-        elif self._computes_with_base:
+        elif self.is_held_whole or (self.rule is not None and self.rule.weights and self.terms):
+            # Other terms, or coefficients, are computed from it.
             share = (BaseShare(None),)
         return Span(0, self._rows, self.terms, share)
 
@@ -320,12 +321,6 @@ class Slot(Terms):
         for span in self.spans:
             shares += span.base
         return any(share.copy is None for share in shares)
-
-    @property
-    def _computes_with_base(self) -> bool:
-        """Whether other terms, or coefficients, are computed from the base's weight."""
-        waits = self.rule is not None and self.rule.weights is not None and bool(self.terms)
-        return not self.is_linear or waits or bool(self.opaque)
 
     @property
     def matrices(self) -> int:

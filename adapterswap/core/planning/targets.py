@@ -14,7 +14,7 @@ from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 from adapterswap.core.experts.adapter import Adapter
-from adapterswap.core.experts.keys import KINDS, LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
+from adapterswap.core.experts.keys import LORA, TASK_HEADS, TRAINABLE_TOKENS, ModuleKeys
 from adapterswap.core.experts.parts import LoraModule, OpaqueModule
 from adapterswap.core.planning.facts import LocalBase
 from adapterswap.core.planning.fit import taken_for_experts
@@ -193,7 +193,7 @@ class Facts:
 
         for name, adapter in self.plan.adapters.items():
             if adapter.opaque:
-                kinds[name] = next(iter(adapter.opaque.values())).method
+                kinds[name] = adapter.config.title
         return kinds
 
     @property
@@ -209,6 +209,11 @@ class Facts:
         if self.plan is None:
             return []
         return [slot for slot in self.plan.modules.values() if slot.terms]
+
+    @cached_property
+    def fused(self) -> list[str]:
+        """The changed modules that are one expert's projection in a mixture, which PEFT fuses on transformers 5."""
+        return [slot.name for slot in self.changed if ModuleKeys(slot.name).is_fused]
 
 
 class Culprit(NamedTuple):
@@ -689,7 +694,7 @@ def _too_high(plan: Plan, f: Facts) -> Found:
 def _lost_width(plan: Plan, f: Facts) -> Found:
     sharing = {}
     for expert, part in f.opaque:
-        if part.peft_type in KINDS and KINDS[part.peft_type].shared:
+        if part.shares_tensors:
             sharing[expert] = part
     if not sharing:
         return
@@ -738,9 +743,10 @@ _PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, g
 
 @_of_plan("LoRA on single experts of mixture-of-experts layers (transformers 4) that PEFT cannot fuse", _FILES)
 def _unfused(plan: Plan, f: Facts) -> Found:
-    if not any(ModuleKeys(slot.name).is_fused for slot in f.changed):
+    if not f.fused:
         return
 
+    # Those that the composition leaves to the base count, too.
     fused = [name for name in plan.modules if ModuleKeys(name).is_fused]
 
     reasons = []
@@ -783,8 +789,8 @@ def _loaded_beside_experts(adapter: Adapter, f: Facts) -> Found:
 
 @_of_plan(_BESIDE_EXPERTS, _FILES | Target.VLLM)
 def _beside_experts(plan: Plan, f: Facts) -> Found:
-    modules = {slot.name: term.lora for slot in f.changed for term in slot.low_rank[:1]}
-    if not any(ModuleKeys(name).is_fused for name in modules):  # `_unfused` knows these
+    modules = {slot.name: slot.low_rank[0].lora for slot in f.changed if slot.low_rank}
+    if modules.keys().isdisjoint(f.fused):  # `_unfused` knows these
         yield from _lost_beside_experts(modules, plan.base.local, plan.task_type)
 
 

@@ -213,7 +213,7 @@ def _fan_in_fan_out(plan: Plan) -> bool:
     A saved adapter has the value of the last module that PEFT adapted. If the experts' values differ, their base has
     Conv1D modules in its layers and a Linear, such as the head, outside them.
     """
-    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values() if adapter.factors or adapter.opaque}
+    flags = {adapter.config.fan_in_fan_out for adapter in plan.adapters.values() if adapter.adapted}
     if len(flags) == 1:
         return flags.pop()
     return any(module.layer is not None and module.terms for module in plan.modules.values())

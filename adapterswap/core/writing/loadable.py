@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from adapterswap.core.experts.adapter import check_distinct
-from adapterswap.core.experts.keys import KINDS, ModuleKeys
+from adapterswap.core.experts.keys import ModuleKeys
 from adapterswap.core.experts.parts import LoraModule, OpaqueModule
 from adapterswap.core.experts.trial import try_in_peft
 from adapterswap.core.model.base import Base, empty_model
@@ -47,8 +47,7 @@ def _check_shared(plan: Plan) -> None:
     sharing: dict[str, OpaqueModule] = {}
     for slot in plan:
         for term in slot.opaque:
-            kind = KINDS.get(term.change.part.peft_type)
-            if kind is not None and kind.shared:
+            if term.change.part.shares_tensors:
                 sharing[term.expert] = term.change.part
     if len(sharing) < 2:
         return

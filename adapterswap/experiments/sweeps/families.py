@@ -169,10 +169,8 @@ class Family(MethodFields):
         """The values of the parameters that are set, in the order of the methods; the others have no default."""
         return {name: values[name] for name in parameters if name in values}
 
-    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
-        if name == "parameters":
-            return {**value}
-        return {name: value}
+    def _dumped_rest(self, values: dict[str, Any], *, without_defaults: bool) -> dict[str, Any]:
+        return values
 
     def check(self) -> None:
         if self.rules is not None:

@@ -301,12 +301,15 @@ class Declared:
                 continue
 
             plain = value if type(value) in _SCALARS else _data(value, mode, flags)
-            content |= self._dumped(name, plain, without_defaults=exclude_defaults)
+            if name == self._rest:
+                content |= self._dumped_rest(plain, without_defaults=exclude_defaults)
+            else:
+                content[name] = plain
         return content
 
-    def _dumped(self, name: str, value: Any, *, without_defaults: bool) -> dict[str, Any]:
-        """What stands for a field in the dump."""
-        return {name: value}
+    def _dumped_rest(self, values: dict[str, Any], *, without_defaults: bool) -> dict[str, Any]:
+        """The keys in the dump for the field that unknown keys belong to."""
+        return values
 
     def model_dump_json(self) -> str:
         return json.dumps(self.model_dump(mode="json"), ensure_ascii=False, separators=(",", ":"))
