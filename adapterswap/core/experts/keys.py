@@ -380,7 +380,8 @@ def sort_keys(
             extras = {part: tensor for part, tensor in own.items() if part in LORA_PARTS}
             parts[name] = FactorTensors(own[a], own[b], a != "A", own.get(_COPY), extras)
         else:
-            missing = " and ".join(f"lora_{factor}" for factor in (a, b) if factor not in own) or "one pair of factors"
+            absent = [f"lora_{factor}" for factor in (a, b) if factor not in own]
+            missing = " and ".join(absent) or "one pair of factors"
             problems.add(f"{name} has no {missing}", "Save the adapter again: A and B come in pairs")
 
     saved = tensors["saved"]

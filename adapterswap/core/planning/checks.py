@@ -381,22 +381,21 @@ def check_used(plan: Plan, names: Sequence[str], problems: Problems) -> None:
     if plan.is_model:
         unit = "tensor"
     for name in names:
-        if name not in contributing:
-            problems.add(
-                f"The expert {name!r} contributes no {unit} to the result",
-                "Remove it, or give it layers and modules that it adapts",
-                parameter=_field_naming(name, composition),
-                kind=CompositionError,
-            )
+        if name in contributing:
+            continue
 
-
-def _field_naming(expert: str, composition: Composition) -> str:
-    """The field of the composition that names an expert."""
-    if composition.allocation is not None:
-        return "allocation"
-    if expert in composition.task:
-        return "task"
-    return "language"
+        # The field that names it
+        parameter = "language"
+        if composition.allocation is not None:
+            parameter = "allocation"
+        elif name in composition.task:
+            parameter = "task"
+        problems.add(
+            f"The expert {name!r} contributes no {unit} to the result",
+            "Remove it, or give it layers and modules that it adapts",
+            parameter=parameter,
+            kind=CompositionError,
+        )
 
 
 def check_config_owner(composition: Composition, owners: Collection[str], problems: Problems) -> None:

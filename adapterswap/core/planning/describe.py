@@ -534,7 +534,11 @@ def plan_html(plan: Plan) -> str:
     head = "".join(f'<th scope="col" style="{_HEAD}">{layer}</th>' for layer in range(picture.depth))
     rows = [f"<tr><th></th>{head}</tr>"]
     for kind, row in picture.rows.items():
-        cells = "".join(_cell(mark, picture.legend, colours, layer) for layer, mark in enumerate(row))
+        cells = ""
+        for layer, mark in enumerate(row):
+            title = _text(f"layer {layer}: {picture.legend.get(mark, 'no expert adapts it')}")  # where the mouse points
+            style = f"{_CELL};{_colour(colours.get(mark, _PLAIN))}"
+            cells += f'<td style="{style}" title="{title}">{_text(mark)}</td>'
         rows.append(f'<tr><th scope="row" style="{_HEAD}">{_text(kind)}</th>{cells}</tr>')
 
     meanings = []
@@ -549,13 +553,6 @@ def plan_html(plan: Plan) -> str:
         f'<div style="overflow-x:auto"><div>{_text(f"Plan: {plan.headline}")}</div>'
         f'<table style="border-collapse:collapse">{"".join(rows)}</table><div>{legend}</div>{remarks}</div>'
     )
-
-
-def _cell(mark: str, legend: Mapping[str, str], colours: Mapping[str, tuple[str, str]], layer: int) -> str:
-    """A cell of the table, with the mark's meaning where the mouse points at it."""
-    title = f"layer {layer}: {legend.get(mark, 'no expert adapts it')}"
-    style = f"{_CELL};{_colour(colours.get(mark, _PLAIN))}"
-    return f'<td style="{style}" title="{_text(title)}">{_text(mark)}</td>'
 
 
 def _colour(pair: tuple[str, str]) -> str:

@@ -216,7 +216,10 @@ class _Reader:
         start = self._at
         name = self._name()
         if name is None:
-            self._fail("the name of an expert is missing", self._name_remedy(), start)
+            remedy = f"Write {FORM}. Quote names with characters other than letters, digits, '_', '-' and '.'"
+            if not self._ended() and self._text[self._at] in "\"'":
+                remedy = 'Close the quote, and write a quote within it as \\"'
+            self._fail("the name of an expert is missing", remedy, start)
         if self._text[start] in "\"'":
             return name
 
@@ -225,11 +228,6 @@ class _Reader:
         if _NUMBER.fullmatch(name) and self._peek("*"):
             self._fail("the weight comes before its expert", f"Write it after the name: math*{name}", start)
         return name
-
-    def _name_remedy(self) -> str:
-        if self._at < len(self._text) and self._text[self._at] in "\"'":
-            return 'Close the quote, and write a quote within it as \\"'
-        return f"Write {FORM}. Quote names with characters other than letters, digits, '_', '-' and '.'"
 
     def _layers(self) -> str:
         start = self._at

@@ -27,7 +27,9 @@ def rules_of_slice(name: str, kept: KeptLayers, *, optional: bool = False) -> tu
 
 def slice_in(rules: Sequence[Rule], name: str) -> KeptLayers | None:
     """The layers that these rules keep of one expert; None if they are not those of a slice."""
-    *kept, outside, rest = [rule.as_data() for rule in rules] if len(rules) > 2 else [{}, {}]
+    if len(rules) < 3:
+        return None
+    *kept, outside, rest = [rule.as_data() for rule in rules]
     if outside != {"layers": NO_LAYER, "expert": name, "optional": True} or rest != {"expert": BASE, "optional": True}:
         return None
 
@@ -53,10 +55,12 @@ def requested_by_layer(
     requested: dict[tuple[Stack | None, int], set[str]] = {}
     for stack, layer in depth.layers:
         names = requested[stack, layer] = set[str]()
-        for module, kind in {(_moved(slot, stack, layer), slot.kind) for slot in inside}:
-            first = next((i for i, rule in enumerate(rules) if rule.matches(module, layer, kind)), None)
-            if first is not None:
-                names.update(names_of[first])
+        modules = {(_moved(slot, stack, layer), slot.kind) for slot in inside}
+        for module, kind in modules:
+            for rule, named in zip(rules, names_of, strict=True):
+                if rule.matches(module, layer, kind):
+                    names.update(named)
+                    break
     return requested
 
 

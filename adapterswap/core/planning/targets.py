@@ -738,7 +738,8 @@ def _indistinct(plan: Plan, f: Facts) -> Found:
             )
 
 
-_PAIRS = (("gate_proj", "up_proj"), ("w1", "w3"))  # fused into one parameter, gate_up_proj
+# A projection → the one with which it is fused into one parameter, gate_up_proj
+_FUSED_WITH = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 
 @_of_plan("LoRA on single experts of mixture-of-experts layers (transformers 4) that PEFT cannot fuse", _FILES)
@@ -765,9 +766,10 @@ def _unfused(plan: Plan, f: Facts) -> Found:
         start, _, within = name.rpartition(".experts.")
         names_within.setdefault(start, set()).add(within)
     required = set().union(*names_within.values())  # the names with the expert's number, such as `3.up_proj`
-    for pairs in (_PAIRS, [(second, first) for first, second in _PAIRS]):
-        for one, other in pairs:
-            required |= {f"{name.removesuffix(one)}{other}" for name in required if name.endswith(one)}
+    for name in sorted(required):
+        for end, other in _FUSED_WITH.items():
+            if name.endswith(end):
+                required.add(f"{name.removesuffix(end)}{other}")
     for start, names in names_within.items():
         reasons += [f"No expert has LoRA on {start}.experts.{missing}" for missing in sorted(required - names)]
 
