@@ -122,6 +122,7 @@ def _marks(plan: Plan, composed: Sequence[Composed]) -> list[Mark]:
     """
     slots = plan.modules.values()
 
+    # The stack of each module, and the kinds in each layer of which an expert changes one
     stacks: dict[str, Stack | None] = {}
     for stack, names in plan.depth.by_stack(plan.modules).items():
         stacks |= dict.fromkeys(names, stack)
