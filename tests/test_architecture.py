@@ -263,7 +263,7 @@ def test_choices_have_one_order() -> None:
 DENSITIES = {
     "": Density(conditionals=13, comprehensions=46, nested=1, used_once=18, bare=2),
     "kit": Density(conditionals=13, comprehensions=27, nested=1, used_once=16, bare=3),
-    "core": Density(conditionals=11, comprehensions=46, nested=1, used_once=17, bare=1),
+    "core": Density(conditionals=11, comprehensions=46, nested=1, used_once=16, bare=1),
     "engines": Density(conditionals=7, comprehensions=33, nested=1, used_once=20, bare=1),
     "tools": Density(conditionals=7, comprehensions=70, nested=1, used_once=24, bare=1),
     "experiments": Density(conditionals=17, comprehensions=47, nested=1, used_once=16, bare=4),
