@@ -199,3 +199,23 @@ def test_a_lock_file_that_vanishes_is_not_left_behind(tmp_path: Path) -> None:
     with locks.locked(path, locks.being_written(tmp_path / "out", "process")):
         path.unlink()
     assert os.listdir(tmp_path) == []
+
+
+def test_the_old_output_is_put_back_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with KIND.folder(out) as building:
+        (building / "file").write_text("old")
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self == building and target == out:
+            raise OSError(errno.EIO, "the disk fails")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with refused(OutputError, "out_path"), KIND.folder(out, overwrite=True) as building:
+        (building / "file").write_text("new")
+    assert (out / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
