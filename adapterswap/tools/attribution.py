@@ -168,7 +168,7 @@ class _Subject:
     stated: Mapping[str, float]
     read: Callable[[int, int], tuple[Numbers, Numbers]]
     rounding: Callable[[Numbers, Numbers, int, int], Numbers]
-    changes: Mapping[str, Callable[[int, int, Numbers], tuple[Numbers, Numbers]]]
+    changes: Mapping[str, _Change]
     dtype: str
     mistakes: Mapping[str, Mapping[str, float]]
 
@@ -346,22 +346,28 @@ def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
     settled = {finding.name: finding for finding in findings}
     for stated, group in groups.items():
+        # How far all tensors together move the coefficients from the stated ones
         evidence = [finding.evidence for finding in group if finding.evidence is not None]
         gram = np.sum([one.gram for one in evidence], axis=0)
         drift = np.sum([one.drift for one in evidence], axis=0)
-        values = np.array([value for _, value in stated])
         estimated = _solved(gram, drift)
         if estimated is None:
             continue
         moved, errors = estimated
+
+        # How far they may be moved by chance and by rounding
+        names = [name for name, _ in stated]
+        values = np.array([value for _, value in stated])
         unit = max(_EXACTLY, 2.0 ** -min(one.digits for one in evidence))
         room = np.maximum(_SURE * errors, unit * np.maximum(1.0, np.abs(values)))
-        within = {name: float(one) for (name, _), one in zip(stated, room, strict=True)}
-        found = None
+        room_of = dict(zip(names, room.tolist(), strict=True))
+
+        found: dict[str, float] | None = None
         if (np.abs(moved) > room).any():
-            found = {name: round(float(value + by), 4) for (name, value), by in zip(stated, moved, strict=True)}
+            estimates = (values + moved).tolist()
+            found = {name: round(value, 4) for name, value in zip(names, estimates, strict=True)}
         for finding in group:
-            closer = {name: min(one, within.get(name, one)) for name, one in finding.within.items()}
+            closer = {name: min(within, room_of.get(name, within)) for name, within in finding.within.items()}
             settled[finding.name] = replace(finding, found=found or finding.found, within=closer)
     return tuple(settled[finding.name] for finding in findings)
 
@@ -369,8 +375,8 @@ def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def _mistake(subject: _Subject, coefficients: Mapping[str, float]) -> str:
     """The usual mistake that makes these coefficients of the stated ones, with the experts' names; else empty."""
     for text in _MISTAKES:
-        factors = {name: subject.mistakes[name][text] for name in subject.mistakes}
-        if all(math.isclose(coefficients[name], subject.stated[name] * factors[name]) for name in coefficients):
+        made = {name: subject.stated[name] * subject.mistakes[name][text] for name in coefficients}
+        if all(math.isclose(value, made[name]) for name, value in coefficients.items()):
             return text
     return ""
 
@@ -381,25 +387,30 @@ def _candidates(subject: _Subject, sums: _Sums) -> Iterator[dict[str, float]]:
     if estimated is None:
         return
 
-    plain, exact = dict[str, float](), dict[str, float]()
+    plain: dict[str, float] = {}
+    exact: dict[str, float] = {}
     for name, value, room in zip(subject.changes, *estimated, strict=True):
-        stated = subject.stated.get(name, 0.0)
-        usual = [0.0, stated, *(factor * stated for factor in subject.mistakes[name].values())]
-        usual += [round(float(value), digits) for digits in (1, 2, 3)]
         exact[name] = float(value)
+
+        # Nothing, what was stated, what a mistake makes of it, and the estimate in few digits
+        stated = subject.stated.get(name, 0.0)
+        usual = [0.0, stated]
+        usual += [factor * stated for factor in subject.mistakes[name].values()]
+        usual += [round(exact[name], digits) for digits in (1, 2, 3)]
         plain[name] = next((choice for choice in usual if abs(choice - value) <= room), exact[name])
     yield plain
     yield exact
 
 
-def _low_rank(
-    expert: str, change: LowRank, file: int, dtype: str
-) -> Callable[[int, int, Numbers], tuple[Numbers, Numbers]]:
+def _low_rank(expert: str, change: LowRank, file: int, dtype: str) -> _Change:
     """ΔW of LoRA by rows. Its factors, and their product, may have been rounded to the precision of the result."""
-    factors = Factors.read(expert, file, change.lora)
-    stored = factors.T if change.transposed else factors
-    unit = max(2.0 ** -_DIGITS[one] for one in (dtype, change.lora.dtype))
-    error = 4 * unit + (change.lora.rank + 2) * 2.0**-24  # A, B, B·A and s·B·A are rounded; sums, in float32
+    stored = Factors.read(expert, file, change.lora)
+    if change.transposed:
+        stored = stored.T
+
+    # A, B, B·A and s·B·A are rounded; sums, in float32.
+    unit = 2.0 ** -min(_DIGITS[dtype], _DIGITS[change.lora.dtype])
+    error = 4 * unit + (change.lora.rank + 2) * 2.0**-24
     rows, columns = _lengths(stored)
     rows *= np.float32(error)
 
@@ -414,9 +425,7 @@ def _lengths(factors: Factors) -> tuple[Numbers, Numbers]:
     return np.linalg.norm(factors.b, axis=1), np.linalg.norm(factors.a, axis=0)
 
 
-def _replaced(
-    expert: str, change: Whole, files: Mapping[Path, int], dtype: str
-) -> Callable[[int, int, Numbers], tuple[Numbers, Numbers]]:
+def _replaced(expert: str, change: Whole, files: Mapping[Path, int], dtype: str) -> _Change:
     """ΔW of a weight that replaces the base's, by rows."""
 
     def read(start: int, stop: int, own: Numbers) -> tuple[Numbers, Numbers]:
@@ -432,19 +441,23 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
     pairs, remarks, differing = _pairs(folder, base, stated)
 
     headers = [*folder.shards, *base.shards]
-    for expert in plan.experts.values() if plan is not None else ():
-        if isinstance(expert, Checkpoint):
-            headers += expert.shards
-        else:
-            headers.append(expert.file)
+    if plan is not None:
+        for expert in plan.experts.values():
+            if isinstance(expert, Checkpoint):
+                headers += expert.shards
+            else:
+                headers.append(expert.file)
     with open_files(headers) as files:
 
         def subject(name: str, place: str | None = None) -> _Subject:
             """A tensor; `place` is another one whose numbers it may hold."""
             ours, theirs = pairs[place or name][0], pairs[name][1]
             kept = Whole.of(theirs.path, theirs.tensor)
-            dtype, columns = ours.tensor.dtype, (ours.tensor.shape or (1,))[-1]
-            given = {expert: changes[name] for expert, changes in located.items() if name in changes}
+            dtype = ours.tensor.dtype
+            columns = 1
+            if ours.tensor.shape:
+                columns = ours.tensor.shape[-1]
+            own_changes = {expert: changes[name] for expert, changes in located.items() if name in changes}
 
             def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
                 target = Whole.of(ours.path, ours.tensor).read_rows(folder.name, files, start, stop)
@@ -453,7 +466,7 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
 
             def rounding(target: Numbers, own: Numbers, start: int, stop: int) -> Numbers:
                 is_cast = theirs.tensor.dtype != dtype
-                if not given and not is_cast:
+                if not own_changes and not is_cast:
                     return np.full_like(own, _NO_CHANGE)  # nothing was computed
                 room = _half_unit(np.maximum(np.abs(target), np.abs(own)), dtype)
                 if is_cast:
@@ -461,9 +474,9 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 return room
 
             changes: dict[str, _Change] = {}  # `_stated` refuses other kinds
-            for expert, low_rank in of_kind(LowRank, given).items():
+            for expert, low_rank in of_kind(LowRank, own_changes).items():
                 changes[expert] = _low_rank(expert, low_rank, files[low_rank.path], dtype)
-            for expert, whole in of_kind(Whole, given).items():
+            for expert, whole in of_kind(Whole, own_changes).items():
                 changes[expert] = _replaced(expert, whole, files, dtype)
             return _Subject(
                 name=name,
@@ -474,7 +487,7 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 rounding=rounding,
                 changes=changes,
                 dtype=dtype,
-                mistakes={expert: _mistakes(change.lora) for expert, change in given.items()},
+                mistakes={expert: _mistakes(change.lora) for expert, change in own_changes.items()},
             )
 
         explained = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
@@ -503,8 +516,11 @@ def _mistakes(lora: LoraModule | None) -> dict[str, float]:
     if lora is None:
         return dict.fromkeys(_MISTAKES, 1.0)
     root = math.sqrt(lora.rank)
-    factors = (1 / root, 1.0) if lora.rslora else (1.0, root)
-    return dict(zip(_MISTAKES, (*factors, 1 / lora.scale), strict=True))
+    if lora.rslora:
+        factors = (1 / root, 1.0, 1 / lora.scale)
+    else:
+        factors = (1.0, root, 1 / lora.scale)
+    return dict(zip(_MISTAKES, factors, strict=True))
 
 
 def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, Change]]]:
@@ -524,10 +540,13 @@ def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, fl
             located[name] = {key: Whole.of(part.path, part.tensor) for key, part in expert.parameters.items()}
 
     # Their coefficients
+    merged = plan
+    if not plan.is_model:
+        merged = plan.merged_into(base)
     stated: dict[str, dict[str, float]] = {}
-    for slot in plan if plan.is_model else plan.merged_into(base):
-        odd = slot.opaque or slot.spans or not slot.is_linear or any(term.change.rows for term in slot.whole)
-        if odd:
+    for slot in merged:
+        has_rows = any(term.change.rows for term in slot.whole)
+        if slot.opaque or slot.spans or not slot.is_linear or has_rows:
             raise UnsupportedError(
                 f"{slot.name} is more than a weighted sum of LoRA and whole weights, which cannot be taken apart",
                 "Merge it with `merge`, and compare the files",
@@ -558,9 +577,12 @@ def _pairs(
         )
     if ours.keys() != theirs.keys() or not set(stated) <= ours.keys():
         for stored, tied in ((ours, folder.tied_keys), (theirs, base.tied_keys)):
-            for name, other in (tied, tied[::-1]) if tied else ():
-                if name not in stored and other in stored and name in {*ours, *theirs, *stated}:
-                    stored[name] = stored[other]
+            if not tied:
+                continue
+            one, other = tied
+            for name, twin in ((one, other), (other, one)):
+                if name not in stored and twin in stored and name in {*ours, *theirs, *stated}:
+                    stored[name] = stored[twin]
 
     # Tensors of integers are compared byte by byte
     compared: dict[str, _Pair] = {}
@@ -614,16 +636,16 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
     with open_files([adapter.file, *(expert.file for expert in experts.values())]) as files:
 
         def subject(name: str) -> _Subject:
-            given = {expert: one.modules[name] for expert, one in experts.items() if name in one.modules}
+            theirs = {expert: one.modules[name] for expert, one in experts.items() if name in one.modules}
             ours = adapter.modules.get(name)
-            like = ours or next(iter(given.values()))
-            slot = plan.slots.get(name)
+            like = ours or next(iter(theirs.values()))
 
-            stated: dict[str, float] = {}
+            stated: dict[str, float] = dict.fromkeys(sorted(theirs), 0.0)
+            if name in plan.slots:
+                summed = plan.slots[name].summed
+                stated = {expert: summed.get(expert, 0.0) for expert in stated}
             changes: dict[str, _Change] = {}
-            for expert in sorted(given):
-                stated[expert] = 0.0 if slot is None else slot.summed.get(expert, 0.0)
-            for expert, module in given.items():
+            for expert, module in theirs.items():
                 path = experts[expert].file.path
                 changes[expert] = _low_rank(expert, LowRank(module, path), files[path], "F32")
 
@@ -654,7 +676,7 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
                 rounding=rounding,
                 changes=changes,
                 dtype="F32",
-                mistakes={expert: _mistakes(module) for expert, module in given.items()},
+                mistakes={expert: _mistakes(module) for expert, module in theirs.items()},
             )
 
         explained = list(map_in_threads(lambda name: _explain(subject(name)), everything))
@@ -675,14 +697,22 @@ def _formula(plan: Plan | None) -> str:
 def _sum(coefficients: Mapping[str, float]) -> str:
     parts = [BASE]
     for name, value in coefficients.items():
-        if value:
-            factor = "" if abs(value) == 1 else f"{abs(value):.4g} × "
-            parts.append(f"{'-' if value < 0 else '+'} {factor}{name}")
+        if not value:
+            continue
+        sign, factor = "+", ""
+        if value < 0:
+            sign = "-"
+        if abs(value) != 1:
+            factor = f"{abs(value):.4g} × "
+        parts.append(f"{sign} {factor}{name}")
     return " ".join(parts)
 
 
 def _counted(names: Sequence[str], what: str) -> str:
-    return f"{len(names)} {what}{'s' * (len(names) != 1)}"
+    """`1 tensor`, `2 tensors`."""
+    if len(names) == 1:
+        return f"1 {what}"
+    return f"{len(names)} {what}s"
 
 
 def _where(findings: Sequence[Finding], everything: Sequence[Finding]) -> str:
@@ -692,7 +722,9 @@ def _where(findings: Sequence[Finding], everything: Sequence[Finding]) -> str:
     if None in layers or len(all_of_them) != len(findings):
         return and_more([finding.name for finding in findings], _SHOWN)
     text = format_layers(layer for layer in layers if layer is not None)
-    return f"layer{'s' * (len(layers) > 1)} {text}"
+    if len(layers) > 1:
+        return f"layers {text}"
+    return f"layer {text}"
 
 
 def _answers(
@@ -711,8 +743,10 @@ def _answers(
     # What the folder is as a whole, or else each group of tensors that is not as stated
     answers: list[str] = []
     if changed and not moved and len(odd) == len(seen):
-        where = "Adds nothing to the base" if base is None else "Equals the base in every number"
-        answers.append(f"{where}: nothing was merged")
+        what_it_is = "Equals the base in every number"
+        if base is None:
+            what_it_is = "Adds nothing to the base"
+        answers.append(f"{what_it_is}: nothing was merged")
     elif base is not None and len(untouched) > len(kept) / 2:
         answers.append(
             f"Not made from {base.name}: {_counted(untouched, 'tensor')} that no expert changes, such as "
@@ -754,7 +788,9 @@ def _on_lost(names: Sequence[str], swapped: Mapping[str, str], base: Checkpoint 
 
     rest = [name for name in names if name not in swapped]
     if rest:
-        what, whose = ("module", "zero") if base is None else ("tensor", "the base's")
+        what, whose = "tensor", "the base's"
+        if base is None:
+            what, whose = "module", "zero"
         yield f"{_counted(rest, what)} neither {whose} nor a weighted sum with the experts: {and_more(rest, _SHOWN)}"
 
 
@@ -815,7 +851,9 @@ def _scaled(group: Sequence[Finding], changed: Sequence[Finding], stated: str) -
     missing = [name for name, value in first.stated.items() if value and not found.get(name)]
     others = [name for name, value in found.items() if value and value != first.stated.get(name)]
     if missing and not others:
-        verb = "lacks" if where.startswith("layer ") or len(group) == 1 else "lack"
+        verb = "lack"
+        if where.startswith("layer ") or len(group) == 1:
+            verb = "lacks"
         return f"{where} {verb} {' and '.join(missing)}"
     return f"{where}: {_sum(found)}{mistake}"
 
@@ -864,7 +902,9 @@ def attribute(
 
     changed: set[str] = set()
     if plan is not None:
-        merged = plan if plan.is_model else plan.merged_into(base)
+        merged = plan
+        if not plan.is_model:
+            merged = plan.merged_into(base)
         changed = {slot.name for slot in merged if slot.terms}
     check_precision(model, base, changed)
     return _with_companions(_attribute_model(model, base, plan), beside)
@@ -889,7 +929,9 @@ def check_precision(model: Checkpoint, base: Checkpoint, changed: Container[str]
 
 def _with_companions(result: Attribution, beside: Beside) -> Attribution:
     """The same with the files beside the weights."""
-    answers = (f"{result.stated}, in its weights",) if result.equal and beside.differing else result.answers
+    answers = result.answers
+    if result.equal and beside.differing:
+        answers = (f"{result.stated}, in its weights",)
     return replace(
         result,
         answers=(*answers, *beside.answers),

@@ -60,8 +60,10 @@ def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Pat
 def _stores_a_head_of_its_own(folder: Checkpoint) -> bool:
     """Whether a config unties the head and the weights hold it, as they must where an expert changed only one of the
     two."""
-    unties = any(config.get(_TIED) is False for config in (folder.config, ModelConfig(folder.config).language))
-    return unties and any(ModuleName(part.module).is_head for part in folder.parameters.values())
+    configs = (folder.config, ModelConfig(folder.config).language)
+    if not any(config.get(_TIED) is False for config in configs):
+        return False
+    return any(ModuleName(part.module).is_head for part in folder.parameters.values())
 
 
 def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
@@ -71,7 +73,8 @@ def beside_adapter(folder: Path, experts: Mapping[str, Path]) -> Beside:
 
 def _others(folder: Path, plan: CompanionPlan) -> Beside:
     """A folder's other companions against those of their expected owners and of the other sources."""
-    ours, result = Companions(folder), Beside()
+    ours = Companions(folder)
+    result = Beside()
     for kind, expected in plan.owners.items():
         stated = expected._replace(differing={})
         if not ours.has(kind):
@@ -82,11 +85,17 @@ def _others(folder: Path, plan: CompanionPlan) -> Beside:
             continue
 
         # Another source's is unexpected, nobody's is wrong.
-        others = {name: one for name, one in plan.folders.items() if name != expected.owner and one.has(kind)}
-        same = next((name for name, one in others.items() if not ours.differences(one, kind)), None)
+        owner = None
+        for name, other in plan.folders.items():
+            if name != expected.owner and other.has(kind) and not ours.differences(other, kind):
+                owner = name
+                break
+
         difference = f"{stated} should be here, and differs: {', '.join(parts)}"
-        if same is not None:
-            result += Beside(notes=(f"{difference}. The folder has {'the ' * (same == 'base')}{same}'s",))
-        else:
+        if owner is None:
             result += Beside((difference,), (kind,))
+        elif owner == "base":
+            result += Beside(notes=(f"{difference}. The folder has the base's",))
+        else:
+            result += Beside(notes=(f"{difference}. The folder has {owner}'s",))
     return result

@@ -268,23 +268,25 @@ def compare(one: Adapter, other: Adapter) -> list[Difference]:
     with open_files([one.file, other.file]) as files:
 
         def difference(name: str) -> Difference:
-            pair = [(adapter, adapter.modules.get(name)) for adapter in (one, other)]
-            present = [(adapter, module) for adapter, module in pair if module is not None]
-            _check_shapes(name, [module.shape for _, module in present])
-            factors = [
-                Factors.read_matrices(adapter.name, files[adapter.file.path], module) for adapter, module in present
-            ]
+            holders = [adapter for adapter in (one, other) if name in adapter.modules]
+            _check_shapes(name, [adapter.modules[name].shape for adapter in holders])
+            factors = []
+            for adapter in holders:
+                file = files[adapter.file.path]
+                factors.append(Factors.read_matrices(adapter.name, file, adapter.modules[name]))
 
             # A mixture of experts has several matrices in a module.
-            module, matrices = present[0][1], []
-            for joint in map(Joint, zip(*factors, strict=True)):
-                if len(present) == 2:
+            module = holders[0].modules[name]
+            matrices = []
+            for both in zip(*factors, strict=True):
+                joint = Joint(both)
+                if len(holders) == 2:
                     norms = joint.norm([1, 0]), joint.norm([0, 1])
                     inner, apart = joint.inner(0, 1), joint.norm([1, -1])
                 else:
                     inner, apart = 0.0, joint.norm([1])
                     norms = (apart, 0.0)
-                    if pair[0][1] is None:
+                    if name not in one.modules:
                         norms = (0.0, apart)
                 matrices.append(Difference(name, module.layer, module.kind, norms, inner, apart))
             if len(matrices) == 1:
@@ -300,42 +302,54 @@ def compare_saved(one: Adapter, other: Adapter) -> list[SavedDifference]:
     differences = []
     with open_files([one.file, other.file]) as files:
         for name in dict.fromkeys([*one.saved, *other.saved]):
-            held = [(adapter, adapter.saved[name]) for adapter in (one, other) if name in adapter.saved]
-            if len({module.rows for _, module in held}) > 1:
+            holders = [adapter for adapter in (one, other) if name in adapter.saved]
+            modules = [adapter.saved[name] for adapter in holders]
+            if len({module.rows for module in modules}) > 1:
                 raise UnsupportedError(
                     f"The adapters hold different rows of {name} (trainable_token_indices), which cannot be compared",
                     "Merge both into full weights with `merge`, and compare these",
                     parameter="other",
                 )
-            _check_shapes(name, [module.shape for _, module in held])
+            _check_shapes(name, [module.shape for module in modules])
 
             # ‖W₁‖², ‖W₂‖² and ‖W₁ - W₂‖², block by block
-            module, squares, apart = held[0][1], [0.0] * len(held), 0.0
-            for parameter, tensor in module.tensors.items():
+            squares = [0.0] * len(holders)
+            apart = 0.0
+            for parameter, tensor in modules[0].tensors.items():
                 for start, stop in row_ranges(math.prod(tensor.shape), _BLOCK):
-                    read = (
-                        saved.tensors[parameter].read_elements(part.name, files[part.file.path], start, stop)
-                        for part, saved in held
-                    )
-                    blocks = [block.astype(np.float64) for block in read]
-                    squares = [sum_ + _squared(block) for sum_, block in zip(squares, blocks, strict=True)]
+                    blocks: list[_Vector] = []
+                    for index, adapter in enumerate(holders):
+                        stored = adapter.saved[name].tensors[parameter]
+                        block = stored.read_elements(adapter.name, files[adapter.file.path], start, stop)
+                        blocks.append(block.astype(np.float64))
+                        squares[index] += _squared(blocks[index])
                     apart += _squared(blocks[0] - blocks[-1])
-            norms = iter(map(math.sqrt, squares))
-            first, second = (next(norms) if name in adapter.saved else None for adapter in (one, other))
-            both = len(held) == 2
-            lora = not both and name in one.modules.keys() | other.modules.keys()
-            distance = math.sqrt(apart) if both else None
-            row = SavedDifference(name, module.layer, module.kind, module.shape, (first, second), distance, lora)
-            differences.append(row)
+
+            # Whole weights that only one of the two has are not compared, not even with LoRA of the other.
+            roots = [math.sqrt(square) for square in squares]
+            norms: tuple[float | None, float | None]
+            distance: float | None = None
+            lora = False
+            if len(holders) == 2:
+                norms, distance = (roots[0], roots[1]), math.sqrt(apart)
+            else:
+                norms = (roots[0], None)
+                if name not in one.saved:
+                    norms = (None, roots[0])
+                lora = name in one.modules or name in other.modules
+            module = modules[0]
+            differences.append(SavedDifference(name, module.layer, module.kind, module.shape, norms, distance, lora))
     return sorted(differences, key=_place)
 
 
 def equal_bytes(one: Tensor, one_file: int, other: Tensor, other_file: int) -> bool:
     """Whether two tensors of any dtype are the same; their files are open."""
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-        np.array_equal(one.read_bytes(one_file, *cut), other.read_bytes(other_file, *cut))
-        for cut in row_ranges(one.nbytes, _BLOCK)
-    )
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    for start, stop in row_ranges(one.nbytes, _BLOCK):
+        if not np.array_equal(one.read_bytes(one_file, start, stop), other.read_bytes(other_file, start, stop)):
+            return False
+    return True
 
 
 def _place(row: Difference | SavedDifference) -> tuple[int, str]:

@@ -95,19 +95,21 @@ def _write_current(folder: Path, out: Path, base: Checkpoint) -> bool:
 def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint) -> bool:
     """Whether A belongs to the outputs. A model's matrices have one layout, so one that is not square decides."""
     problems = Problems(BaseModelError)
-    layouts: dict[bool, str] = {}
+    layouts: dict[bool, str] = {}  # whether A and B are swapped → the first module that shows it
     for module in fused:
         # Whether its sizes are those of the parameter as it is, and with A and B the other way round
         parameter = base.fused(module.name, container)
-        sizes, fits = (module.out_features, module.in_features), list[bool]()
+        sizes = (module.out_features, module.in_features)
+        fits_as_it_is = fits_swapped = False
         if parameter is not None and parameter.shape[0] == module.experts:
-            out, into = parameter.shape[1:]
+            rows, columns = parameter.shape[1:]
             if parameter.transposed:
-                fits = [sizes == (into, out), False]
+                fits_as_it_is = sizes == (columns, rows)
             else:
-                fits = [sizes == (out, into), sizes == (into, out)]
+                fits_as_it_is = sizes == (rows, columns)
+                fits_swapped = sizes == (columns, rows)
 
-        if not any(fits):
+        if not (fits_as_it_is or fits_swapped):
             stored = "has no such parameter"
             if parameter is not None:
                 stored = f"has it as {shown(parameter.shape)}"
@@ -117,8 +119,8 @@ def _is_swapped(fused: list[LoraModule], container: str | None, base: Checkpoint
                 "Give the base that the adapter was trained on with `base_model`",
                 parameter="base_model",
             )
-        elif not all(fits):
-            layouts.setdefault(fits[1], module.name)
+        elif fits_as_it_is != fits_swapped:
+            layouts.setdefault(fits_swapped, module.name)
     problems.raise_if_any()
 
     if len(layouts) != 1 and fused:
@@ -370,10 +372,9 @@ def _amended(
     record: CompositionRecord, written: Path, lora: _Lora, original: Mapping[str, str], form: Form
 ) -> CompositionRecord:
     """The record of what was written, with the conversion and the hashes of the adapter's own files."""
-    modules = {
-        module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
-        for module in lora.approximated.values()
-    }
+    modules: dict[str, dict[str, Any]] = {}
+    for module in lora.approximated.values():
+        modules[module.name] = {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
     fields: dict[str, Any] = {
         "peft_type": lora.kind,
         "pickled": PICKLED in original,
@@ -384,7 +385,8 @@ def _amended(
     }
 
     if lora.approximated:
-        fields["relative_error"] = Conversion(written, lora.kind, False, (*lora.approximated.values(),)).relative_error
+        approximated = tuple(lora.approximated.values())
+        fields["relative_error"] = Conversion(written, lora.kind, False, approximated).relative_error
     if lora.saved_rank is not None:
         fields["saved_rank"] = lora.saved_rank
     return record.converted(original, **fields)
@@ -554,9 +556,8 @@ def _plan_of(adapter: Adapter, expert: str, base_model: str | None) -> Plan:
     try:
         return make_plan(composition, {expert: adapter})
     except (NotFoundError, BaseModelError):
-        return make_plan(
-            composition.model_copy(update={"num_layers": least_depth({expert: adapter})}), {expert: adapter}
-        )
+        least = least_depth({expert: adapter})
+        return make_plan(composition.model_copy(update={"num_layers": least}), {expert: adapter})
 
 
 def _measured(
@@ -568,23 +569,27 @@ def _measured(
     if own.keys() >= before.modules.keys():
         return tuple(own_modules)
 
-    renamed = before.with_names({n: names.get(n, n) for n in before.parts}, "", after.container)
+    new_names = {name: names.get(name, name) for name in before.parts}
+    renamed = before.with_names(new_names, "", after.container)
     own_names = {module.name for module in own_modules}
     compared: list[ConvertedModule] = []
     for difference in compare(renamed, after):
         name, norm, error = difference.name, difference.norms[0], difference.distance
         if name not in after.modules or name in own_names:
             continue
-        if not (norm and error > _RESOLUTION):  # the resolution of inner products
+        is_seen = norm and error > _RESOLUTION
+        if not is_seen:
             error = 0.0
         compared.append(ConvertedModule(name, after.modules[name].rank, norm, error))
     return (*compared, *own_modules)
 
 
 def _check_errors(modules: Iterable[ConvertedModule], max_error: float | None) -> None:
+    if max_error is None:
+        return
     problems = Problems(UnsupportedError)
     for module in modules:
-        if max_error is not None and module.error > max_error * (1 + 1e-6) + 1e-7:
+        if module.error > max_error * (1 + 1e-6) + 1e-7:
             problems.add(
                 f"The relative error of {module.name} is {module.error:.3g} at rank {module.rank}, above {max_error:g}",
                 "Pass a larger `rank`, a larger `max_error`, or `dtype=float32`",

@@ -129,10 +129,20 @@ def cut(matrix: WeightMatrix, form: CutForm, files: Mapping[Path, int], names: t
 
     result = approximate(delta, rank=form.rank, error=form.max_error, device=form.device)
     dtype = form.dtype or matrix.full.tensor.dtype
-    a, b = (Dtype(dtype).finite_bytes(values, matrix.weight.name) for values in (result.factors.a, result.factors.b))
-    written = Factors(Dtype(dtype).unpack(a, result.factors.a.shape), Dtype(dtype).unpack(b, result.factors.b.shape))
+    a = as_written(result.factors.a, dtype, matrix.weight.name)
+    b = as_written(result.factors.b, dtype, matrix.weight.name)
+    written = Factors(a, b)
     error = _distance(delta, written, form.device) / norm
     return Cut(matrix, len(result.singular_values), norm, error, dtype, written)
+
+
+def as_written(values: npt.NDArray[np.float32], dtype: str, module: str) -> npt.NDArray[np.float32]:
+    """The numbers of a factor as a file in `dtype` will hold them.
+
+    Raises:
+        UnsupportedError: one of them is too large for `dtype`; the message names `module`.
+    """
+    return Dtype(dtype).unpack(Dtype(dtype).finite_bytes(values, module), values.shape)
 
 
 def norm_and_error(
@@ -152,17 +162,18 @@ def norm_and_error(
 
 def norm_of_change(left_out: LeftOutWeight, files: Mapping[Path, int], names: tuple[str, str]) -> float:
     """‖W_full - W_base‖ of a parameter that is left out; a part that only one of the two has counts in full."""
-    both = [left_out.full]
+    versions = [(names[0], left_out.full)]
     if left_out.base:
-        both.append(left_out.base)
-    sizes = [math.prod(stored.tensor.shape) for stored in both]
+        versions.append((names[1], left_out.base))
+    sizes = [math.prod(stored.tensor.shape) for _, stored in versions]
+
     total = 0.0
     for start in range(0, max(sizes), _BLOCK):
-        blocks = [
-            stored.tensor.read_elements(name, files[stored.path], start, min(start + _BLOCK, size))
-            for name, stored, size in zip(names, both, sizes, strict=False)
-            if start < size
-        ]
+        blocks = []
+        for (name, stored), size in zip(versions, sizes, strict=True):
+            if start < size:
+                stop = min(start + _BLOCK, size)
+                blocks.append(stored.tensor.read_elements(name, files[stored.path], start, stop))
         total += sum(_sum_of_squares(part) for part in _subtract(blocks))
     return math.sqrt(total)
 
@@ -193,8 +204,10 @@ def _distance(delta: npt.NDArray[np.float32], factors: Factors, device: Any) -> 
     """‖ΔW - B·A‖."""
     import torch
 
-    matrix, a, b = (torch.from_numpy(values).to(device) for values in (delta, *factors))
-    return float(torch.linalg.vector_norm(torch.addmm(matrix, b, a, alpha=-1), dtype=torch.float64))
+    a = torch.from_numpy(factors.a).to(device)
+    b = torch.from_numpy(factors.b).to(device)
+    rest = torch.addmm(torch.from_numpy(delta).to(device), b, a, alpha=-1)
+    return float(torch.linalg.vector_norm(rest, dtype=torch.float64))
 
 
 def leave_out_unloadable(pair: WeightPair) -> WeightPair:
@@ -202,21 +215,23 @@ def leave_out_unloadable(pair: WeightPair) -> WeightPair:
     folder, name, model_class = pair.base.source.folder, pair.base.name, pair.model.class_name
     weights = [matrix.weight for matrix in pair.matrices]
     names = loadable(lambda: empty_model(folder, name, model_class=model_class), weights)
-    matrices = tuple(matrix for matrix in pair.matrices if matrix.weight.name in names)
-    unloadable = [matrix for matrix in pair.matrices if matrix.weight.name not in names]
+
+    matrices: list[WeightMatrix] = []
+    left_out = list(pair.left_out)
+    for matrix in pair.matrices:
+        if matrix.weight.name in names:
+            matrices.append(matrix)
+        else:
+            parameter = f"{matrix.weight.name}.weight"
+            left_out.append(LeftOutWeight(parameter, "modules that PEFT cannot adapt", matrix.full, matrix.base))
     if not matrices:
         raise UnsupportedError(
-            f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {unloadable[0].weight.name}",
+            f"PEFT cannot adapt any of the selected modules of {pair.base.name}, such as {weights[0].name}",
             "Select other modules, or keep the full checkpoint",
             parameter="modules",
         )
-
-    left_out = [
-        LeftOutWeight(f"{matrix.weight.name}.weight", "modules that PEFT cannot adapt", matrix.full, matrix.base)
-        for matrix in unloadable
-    ]
-    all_left_out = sorted([*pair.left_out, *left_out], key=lambda weight: weight.name)
-    return replace(pair, matrices=matrices, left_out=tuple(all_left_out))
+    left_out.sort(key=lambda weight: weight.name)
+    return replace(pair, matrices=tuple(matrices), left_out=tuple(left_out))
 
 
 def loadable(build: Callable[[], Any], weights: Sequence[Weight]) -> frozenset[str]:
@@ -317,11 +332,14 @@ def _is_linear_in_peft(model: Any, name: str, linear_classes: dict[type, bool]) 
 
 
 def _try(module: Any) -> bool:
+    """Whether a narrow copy of a module computes the same with a LoRA beside it as with the LoRA merged into it."""
     import torch
     from peft import LoraConfig, inject_adapter_in_model
 
     torch.manual_seed(0)
     rows, columns = 5, 3
+
+    # The copy, with random weights
     narrow = copy.deepcopy(module)
     narrow.weight = torch.nn.Parameter(torch.rand(rows, columns))
     if getattr(narrow, "bias", None) is not None:
@@ -335,6 +353,7 @@ def _try(module: Any) -> bool:
         narrow.out_features, narrow.in_features = rows, columns
         inputs = torch.rand(1, 4, columns)
 
+    # LoRA with random factors
     holder: Any = torch.nn.Module()
     holder.add_module("narrow", narrow)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["narrow"], init_lora_weights=False), holder)

@@ -30,9 +30,9 @@ from adapterswap.core.model.sources import CONFIG, WEIGHTS
 from adapterswap.core.writing.peft_config import Shape, adapter_config
 from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, and_more, reason_of
-from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import read_json, write_json
+from adapterswap.tools.cut import as_written
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,10 @@ def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str
     modules = model.get_base_model().named_modules()
     layers = [ModuleKeys(name).part("") for name, module in modules if isinstance(module, BaseTunerLayer)]
     shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
-    random_start = any(config.get(key) is False for key in _INITS)
+    random_start = any(config.get(setting) is False for setting in _INITS)
 
-    for key in (key.replace(".default", "") for key in missing):
+    for missing_key in missing:
+        key = missing_key.replace(".default", "")
         layer = next((layer for layer in layers if key.startswith(layer)), None)
         if layer is None or key.removeprefix(layer) in shared:
             continue
@@ -230,8 +231,10 @@ def _saved(model: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
     saved: dict[str, Any] = {}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, ModulesToSaveWrapper):
-            whole = ModuleKeys(name).part("")
-            saved |= {key.removeprefix(_MODULES): stored[key] for key in stored if key.startswith(whole)}
+            start = ModuleKeys(name).part("")
+            for key, tensor in stored.items():
+                if key.startswith(start):
+                    saved[key.removeprefix(_MODULES)] = tensor
     for key, tensor in stored.items():
         if _BASE_BIAS.search(key):
             saved[key.removeprefix(_MODULES).replace(".base_layer", "")] = tensor
@@ -254,9 +257,11 @@ def write_lowered(
         error: the relative error of ΔW at which a smaller rank is enough; None for the full `rank`.
         dtype: of the new factors; by default the dtype of the adapter's own factors.
     """
+    import torch
     from safetensors.torch import save_file
 
     dtype = dtype or next((module.dtype for module in adapter.modules.values()), "F32")
+    torch_dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
     tensors: dict[str, Any] = _own_tensors(adapter)
     shapes = {module.name: Shape(module.rank, module.alpha, module.scale) for module in adapter.modules.values()}
     config = adapter.config
@@ -266,7 +271,7 @@ def write_lowered(
         module, shape, factors = lower(weight.name, delta, config.rslora, dtype, rank=rank, error=error)
         lowered[weight.name], shapes[weight.name] = module, shape
         for key, factor in zip(ModuleKeys(weight.name).factors(embedding=weight.embedding), factors, strict=True):
-            tensors[key] = _torch(factor, dtype)
+            tensors[key] = torch.from_numpy(factor).to(torch_dtype)
 
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, out / WEIGHTS)
     content = adapter_config(
@@ -285,13 +290,11 @@ def lower(
     norm = float(np.linalg.norm(delta.astype(np.float64)))
     factors = approximate(delta, rank=rank, error=error).factors
 
-    # As the file will hold them
-    a, b = (
-        Dtype(dtype).unpack(Dtype(dtype).finite_bytes(values, name), values.shape)
-        for values in (np.ascontiguousarray(factors.a), np.ascontiguousarray(factors.b))
-    )
+    a = as_written(np.ascontiguousarray(factors.a), dtype, name)
+    b = as_written(np.ascontiguousarray(factors.b), dtype, name)
     shape = Shape.of_scale(a.shape[0], rslora, 1.0)
-    lost = float(np.linalg.norm((delta - Factors.scaled(a, b, shape.scale, name).rows()).astype(np.float64)))
+    kept = Factors.scaled(a, b, shape.scale, name).rows()
+    lost = float(np.linalg.norm((delta - kept).astype(np.float64)))
     return ConvertedModule(name, shape.rank, norm, lost / norm), shape, (a, b)
 
 
@@ -351,13 +354,8 @@ def _own_tensors(adapter: Adapter) -> dict[str, Any]:
     """All tensors except those of modules trained in full, by PEFT's keys."""
     from safetensors import safe_open
 
-    left_out = {tensor.name for module in adapter.saved.values() for tensor in module.tensors.values()}
+    in_full: set[str] = set()
+    for module in adapter.saved.values():
+        in_full.update(tensor.name for tensor in module.tensors.values())
     with safe_open(adapter.file.path, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys() if key not in left_out}  # noqa: SIM118
-
-
-def _torch(values: npt.NDArray[np.float32], dtype: str) -> Any:
-    import torch
-
-    names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return torch.from_numpy(values).to(names[dtype])
+        return {key: file.get_tensor(key) for key in file.keys() if key not in in_full}  # noqa: SIM118

@@ -27,7 +27,15 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.tools.cut import norm_and_error
 from adapterswap.tools.pairs import Selection, WeightMatrix, pair
-from adapterswap.tools.recorded import Verification, added_files, contradicting, marked, reprinted
+from adapterswap.tools.recorded import (
+    Verification,
+    added_files,
+    contradicting,
+    differing_names,
+    files_in,
+    marked,
+    reprinted,
+)
 
 _FULL, _BASE = "full", "base"  # the names of an adapter's sources in its record
 
@@ -55,29 +63,31 @@ def verify_extracted(
         base_model: the path of the base, to compare it if it is not on the Hub.
     """
     opened = _open(record, source_paths, base_model)
-    unfounded = list(_sources_differ(opened, content))
 
     # The files of the folder
     differing: list[str] = []
     if sha256_of(folder / WEIGHTS) != record.sha256.get(WEIGHTS):
         differing.append(WEIGHTS)
-    present = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    present = files_in(folder)
     for name in sorted(record.sha256.keys() - {WEIGHTS, CONFIG}):
-        if name not in present or sha256_of(present[name]) != record.sha256[name]:
+        if name not in present or sha256_of(folder / name) != record.sha256[name]:
             differing.append(name)
 
-    # The changes, and meanwhile the sources
+    # The changes, and meanwhile the sources' hashes
+    unfounded: list[str] = []
     with hashed(list(opened.values())) as hashes:
         if len(opened) == 2:
             differing += _other_changes(open_adapter(folder), opened[_FULL], opened[_BASE], record, unfounded)
         shard_hashes = dict(zip(opened, hashes(), strict=True))
+
+    # The sources
     changed = {}
     for name, source in ((_FULL, record.extraction.full), (_BASE, record.extraction.base)):
         files = shard_hashes.get(name, source.sha256)
-        differing_files = sorted(file for file, _ in files.items() ^ source.sha256.items())
+        differing_files = differing_names(files, source.sha256)
         if name == _BASE and name in opened and source.revision is None:
             prints = base_fingerprints(opened[name].source.folder)
-            differing_files += sorted(file for file, _ in prints.items() ^ source.fingerprints.items())
+            differing_files += differing_names(prints, source.fingerprints)
         if differing_files:
             changed[name] = differing_files[0]
 
@@ -95,11 +105,12 @@ def verify_extracted(
 
 def _sources_differ(opened: Mapping[str, Checkpoint], content: Mapping[str, Any]) -> tuple[str, ...]:
     """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
-    recorded = content["extraction"]
-    found = {name: SourceRecord.of_shards(checkpoint, {}).content() for name, checkpoint in opened.items()}
-    if all(marked(recorded[name]) == marked(found[name]) for name in found):
-        return ()
-    return ("extraction",)
+    for name, checkpoint in opened.items():
+        recorded = content["extraction"][name]
+        found = SourceRecord.of_shards(checkpoint, {}).content()
+        if marked(recorded) != marked(found):
+            return ("extraction",)
+    return ()
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:
@@ -109,8 +120,9 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
 
     # The request
     request = record.extraction
-    over = any(request.rank is not None and module.rank > request.rank for module in record.extracted.values())
-    if over or request.model_fields.keys() - content["extraction"].keys() or contradicting(request.full, request.base):
+    is_above = request.rank is not None and any(module.rank > request.rank for module in record.extracted.values())
+    lacking = request.model_fields.keys() - content["extraction"].keys()
+    if is_above or lacking or contradicting(request.full, request.base):
         differing_keys.append("extraction")
     if content.get(OutputKind.LIST) != sorted([*record.sha256, CARD, PROVENANCE]):
         differing_keys.append(OutputKind.LIST)
@@ -140,11 +152,14 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
     ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
     if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
         differing_keys.append("extracted")
-    named = adapter.config.base_model
-    if content.get("base_model") != (named and Reference(named).public_name):
+    base_name = adapter.config.base_model
+    if base_name:
+        base_name = Reference(base_name).public_name
+    if content.get("base_model") != base_name:
         differing_keys.append("base_model")
+    layers = [module.layer for module in adapter.modules.values() if module.layer is not None]
     depth = content.get("num_layers")
-    if type(depth) is not int or depth <= max((module.layer or 0 for module in adapter.modules.values()), default=0):
+    if type(depth) is not int or depth <= max(layers, default=0):
         differing_keys.append("num_layers")
     return tuple(differing_keys)
 
@@ -153,7 +168,7 @@ def _open(
     record: ExtractionRecord, source_paths: Mapping[str, str | Path], base_model: str | None
 ) -> dict[str, Checkpoint]:
     """The checkpoints that were passed or are on the Hub, by their names in the record."""
-    problems, request = Problems(ArgumentError), record.extraction
+    problems = Problems(ArgumentError)
     for name in source_paths.keys() - {_FULL}:
         problems.add(
             f"`experts` names {name!r}, but the adapter was cut out of one fine-tune, called {_FULL!r}",
@@ -161,9 +176,10 @@ def _open(
             parameter="experts",
         )
 
-    places = {_FULL: source_paths.get(_FULL) or request.full.reference, _BASE: base_model or request.base.reference}
+    full = source_paths.get(_FULL) or record.extraction.full.reference
+    base = base_model or record.extraction.base.reference
     opened = {}
-    for (name, place), label in zip(places.items(), ("full fine-tune", "base model"), strict=True):
+    for name, place, label in ((_FULL, full, "full fine-tune"), (_BASE, base, "base model")):
         if place is not None:
             with problems.collect():
                 opened[name] = open_checkpoint(place, what=label)
@@ -196,8 +212,10 @@ def _other_changes(
             if matrix is None or (recorded is None and name in adapter.modules):
                 return False
 
-            if recorded is None:  # unchanged, or not loadable by the PEFT of that time
-                left_out, expected = record.left_out.get(f"{name}.weight"), 0.0
+            # Unchanged, or not loadable by the PEFT of that time
+            if recorded is None:
+                left_out = record.left_out.get(f"{name}.weight")
+                expected = 0.0
                 if left_out:
                     expected = left_out.norm
                 norm = norm_and_error(matrix, None, files, (full.name, base.name))[0]
@@ -205,6 +223,7 @@ def _other_changes(
                     unchanged.append(name)
                 return math.isclose(norm, expected, rel_tol=_RELATIVE)
 
+            # The adapter's factors, and those of each tied head
             if not {name, *matrix.weight.tied} <= adapter.modules.keys():
                 return False
             for factors in _factors(adapter, matrix, files):

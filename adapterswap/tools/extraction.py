@@ -37,6 +37,7 @@ from adapterswap.kit.files.text import write_json
 from adapterswap.tools.cut import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.extracted import hashed
 from adapterswap.tools.pairs import Reason, Selection, WeightPair, pair
+from adapterswap.tools.recorded import files_in
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,18 @@ class Extraction:
         """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
         lines = []
         for reason, (count, share) in self.lost_by_reason.items():
-            names = _shortened(parameter.name for parameter in self.lost if parameter.reason == reason)
+            # Names that differ only in numbers are one, such as `model.layers.*.mlp.router.weight`.
+            patterns: set[str] = set()
+            for parameter in self.lost:
+                if parameter.reason == reason:
+                    patterns.add(re.sub(r"(?<=\.)\d+(?=\.)", "*", parameter.name))
+
+            names = sorted(patterns)
             shown = ", ".join(names[:_NAMES])
             if len(names) > _NAMES:
                 shown += f" and {len(names) - _NAMES} more kinds"
             lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
         return lines
-
-
-def _shortened(names: Iterable[str]) -> list[str]:
-    """Names that differ only in numbers written as one, such as `model.layers.*.mlp.router.weight`."""
-    return sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
 
 
 def _norm(values: Iterable[float]) -> float:
@@ -190,7 +192,6 @@ def _write_folder(
     companions.write(folder)
 
     # The record: the request, with what came of it
-    beside = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     base_name = base_model
     if pair.base.source.revision:
         base_name = pair.base.source.name
@@ -201,22 +202,23 @@ def _write_folder(
     in_full: dict[str, list[str]] = {}
     if pair.in_full:
         in_full["in_full"] = sorted(pair.in_full)
+    extracted: dict[str, dict[str, Any]] = {}
+    for module in extraction.modules:
+        extracted[module.name] = {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
+    left_out: dict[str, dict[str, Any]] = {}
+    for parameter in extraction.lost:
+        left_out[parameter.name] = {"reason": parameter.reason, "norm": parameter.norm}
     record = ExtractionRecord.of(
         request,
         kept=kept,
         base_model=base,
         num_layers=pair.num_layers,
-        sha256={name: sha256_of(folder / name) for name in beside},
+        sha256={name: sha256_of(folder / name) for name in files_in(folder)},
         companions=companions.record,
-        extracted={
-            module.name: {"rank": module.rank, "relative_error": module.error, "norm": module.norm}
-            for module in extraction.modules
-        },
+        extracted=extracted,
         unchanged=list(extraction.unchanged),
         **in_full,
-        left_out={
-            parameter.name: {"reason": parameter.reason, "norm": parameter.norm} for parameter in extraction.lost
-        },
+        left_out=left_out,
     )
     write_json(folder / PROVENANCE, record.content())
     (folder / CARD).write_text(_card(pair, extraction, base, config), encoding="utf-8")
@@ -270,8 +272,9 @@ def _card(pair: WeightPair, extraction: Extraction, base: str | None, config: Ma
         name = f"layer {layer}"
         if layer is None:
             name = "no layer"
-        group = Extraction(tuple(module for module in extraction.modules if module.layer == layer), (), ())
-        rows.append(f"| {name} | {len(group.modules)} | {group.ranks} | {group.error:.4f} |")
+        of_layer = tuple(module for module in extraction.modules if module.layer == layer)
+        group = Extraction(of_layer, (), ())
+        rows.append(f"| {name} | {len(of_layer)} | {group.ranks} | {group.error:.4f} |")
 
     return extracted_card(
         pair.full,
@@ -345,10 +348,10 @@ def extract(
     COMPOSED.check(out_path, overwrite=overwrite, inputs=[full, base_model])  # before a download
 
     # What is cut
-    opened = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
-    check_base_weights({opened[0].name: opened[0].base_fingerprints}, opened[1].source)
+    tuned, base = open_checkpoint(full, what="full fine-tune"), open_checkpoint(base_model)
+    check_base_weights({tuned.name: tuned.base_fingerprints}, base.source)
     check_base_name(str(base_model))
-    inputs = [checkpoint.source.folder for checkpoint in opened]
+    inputs = [tuned.source.folder, base.source.folder]
     selection = Selection(layers, tuple(modules), embeddings)
     if config_from not in (None, BASE):
         raise ArgumentError(
@@ -356,13 +359,13 @@ def extract(
             "Pass `config_from=base`, or leave it out",
             parameter="config_from",
         )
-    matched = leave_out_unloadable(pair(*opened, selection, config_from=config_from))
+    matched = leave_out_unloadable(pair(tuned, base, selection, config_from=config_from))
     if dry_run:
         return _carry_out(matched, form, progress)
 
     with (
         COMPOSED.folder(out_path, overwrite=overwrite, inputs=inputs) as folder,
-        hashed(opened) as hashes,
+        hashed((tuned, base)) as hashes,
     ):
         spool = Spool(folder)
         extraction = _carry_out(matched, form, progress, lambda cut: cut.keep(spool))
@@ -402,7 +405,9 @@ def _carry_out(
 ) -> Extraction:
     names = (matched.full.name, matched.base.name)
     total = len(matched.matrices) + len(matched.left_out)
-    extracted, unchanged, lost = list[Extracted](), list[str](), list[Lost]()
+    extracted: list[Extracted] = []
+    unchanged: list[str] = []
+    lost: list[Lost] = []
     with open_files([*matched.full.shards, *matched.base.shards]) as files, torch_threads():
         for count, matrix in enumerate(matched.matrices, start=1):
             factors = cut(matrix, form, files, names)
@@ -422,7 +427,8 @@ def _carry_out(
     if not extracted:
         detail = ""
         if lost:
-            detail = f"; what differs is in {', '.join(sorted({parameter.reason for parameter in lost}))}"
+            reasons = sorted({parameter.reason for parameter in lost})
+            detail = f"; what differs is in {', '.join(reasons)}"
         raise ExpertError(
             f"{names[0]} has the same selected weights as {names[1]}, so there is nothing to extract{detail}",
             "Pass a full fine-tune of this base, or select what it changed",

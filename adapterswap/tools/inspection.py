@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -117,17 +117,24 @@ class Inspection:
             return []
         from adapterswap.core.planning.describe import recorded_strip
 
+        # The name, layer, kind and owner of each module; GGUF has other names than the record
         record = self.record
-        owners = [(name, layer, kind, record.owner_of(name)) for name, layer, kind in self._places(record)]
-        origins = {name: expert.origin.content() if expert.origin else {} for name, expert in record.experts.items()}
-        return recorded_strip(owners, record.num_layers, origins).split("\n")
+        owners: list[tuple[str, int | None, Kind, str | Mapping[str, float] | None]] = []
+        if isinstance(self.expert, GgufAdapter):
+            container = layer_container(record.modules)
+            for name in map(ModuleName, record.modules):
+                owners.append((name, name.layer(container), name.kind, record.owner_of(name)))
+        else:
+            for part in self.parts:
+                owners.append((part.name, part.layer, part.kind, record.owner_of(part.name)))
 
-    def _places(self, record: CompositionRecord) -> list[tuple[str, int | None, Kind]]:
-        """The name, layer and kind of each recorded module; GGUF uses other names than the record."""
-        if not isinstance(self.expert, GgufAdapter):
-            return [(part.name, part.layer, part.kind) for part in self.parts]
-        container = layer_container(record.modules)
-        return [(name, ModuleName(name).layer(container), ModuleName(name).kind) for name in record.modules]
+        # How the experts themselves were composed, if they were
+        origins: dict[str, Mapping[str, Any]] = {}
+        for expert, source in record.experts.items():
+            origins[expert] = {}
+            if source.origin:
+                origins[expert] = source.origin.content()
+        return recorded_strip(owners, record.num_layers, origins).split("\n")
 
     def as_json(self) -> dict[str, Any]:
         """All of it as plain data: what `adapterswap inspect --json` prints."""
@@ -199,8 +206,8 @@ class Inspection:
         if isinstance(part, StoredTensor):
             facts |= {**_tensor(part.tensor), "shard": part.path.name}
         elif isinstance(part, LoraModule):
-            names = ("rank", "alpha", "scale", "out_features", "in_features", "embedding", "dtype")
-            facts |= {name: getattr(part, name) for name in names}
+            for name in ("rank", "alpha", "scale", "out_features", "in_features", "embedding", "dtype"):
+                facts[name] = getattr(part, name)
             facts["bytes"] = {"A": [part.a.start, part.a.stop], "B": [part.b.start, part.b.stop]}
         else:
             tensors = {name: _tensor(tensor) for name, tensor in part.tensors.items()}
@@ -227,7 +234,10 @@ class Inspection:
             if record.slice.stack is not None:
                 composed_of["stack"] = record.slice.stack
         if record.origins:
-            composed_of["origins"] = {name: str(e.origin) for name, e in record.experts.items() if e.origin is not None}
+            composed_of["origins"] = {}
+            for name, source in record.experts.items():
+                if source.origin is not None:
+                    composed_of["origins"][name] = str(source.origin)
         return {"composed_of": composed_of}
 
 
@@ -254,23 +264,19 @@ def inspect(path: str | Path) -> Inspection:
         expert = open_expert(path)
     except AdapterswapError as error:
         raise error.recast(parameter="path") from None
-    return Inspection(expert, _record(expert.source.folder), _trained_from(expert.source.folder))
 
+    # How it was composed, or else where its training started
+    folder = expert.source.folder
+    if os.path.exists(folder / PROVENANCE):
+        from adapterswap.core.writing.records import CompositionRecord
 
-def _trained_from(folder: Path) -> str | None:
-    if os.path.exists(folder / PROVENANCE) or "start" not in Records(folder).training():
-        return None
-    from adapterswap.core.writing.records import origin_of
+        return Inspection(expert, CompositionRecord.read(folder))
+    if "start" in Records(folder).training():
+        from adapterswap.core.writing.records import origin_of
 
-    return str(origin_of(folder)).removeprefix("was trained ").removeprefix("from ")
-
-
-def _record(folder: Path) -> CompositionRecord | None:
-    if not os.path.exists(folder / PROVENANCE):
-        return None
-    from adapterswap.core.writing.records import CompositionRecord
-
-    return CompositionRecord.read(folder)
+        start = str(origin_of(folder)).removeprefix("was trained ").removeprefix("from ")
+        return Inspection(expert, trained_from=start)
+    return Inspection(expert)
 
 
 def _parameters(part: Part) -> int:

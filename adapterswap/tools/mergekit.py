@@ -169,9 +169,10 @@ class _Vocabulary(NamedTuple):
 def _vocabulary(checkpoint: Checkpoint) -> _Vocabulary:
     stored = checkpoint.parameters.values()
     rows = {part.name: part.tensor.shape[0] for part in stored if part.has_tokens}
+    most = max(rows.values(), default=0)
     tokens = read_tokens(checkpoint.source.folder)
     if tokens is not None:
-        tokens = {i: token for i, token in tokens.items() if i < max(rows.values(), default=0)}
+        tokens = {index: token for index, token in tokens.items() if index < most}
     return _Vocabulary(rows, tokens)
 
 
@@ -205,6 +206,8 @@ def _is_setting(value: Any) -> bool:
 
 @dataclass
 class _Reading:
+    """A mergekit YAML that is being translated."""
+
     recipe: _MergekitRecipe
     path: Path
     names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -239,18 +242,23 @@ class _Reading:
             )
 
         # Without a base, the config and the tokenizer come from the first expert of the first rule.
-        rules = tuple(sorted(_compressed(outcomes), key=lambda rule: rule.experts[:1] != (self.names[first],)))
-        names: set[str] = set()
+        compressed = _compressed(outcomes)
+        first_name = self.names[first]
+        rules = [rule for rule in compressed if rule.experts[:1] == (first_name,)]
+        rules += [rule for rule in compressed if rule.experts[:1] != (first_name,)]
+
+        used: set[str] = set()
         for rule in rules:
-            names.update(rule.experts)
-        base_model = recipe.base_model
-        if base_model:
-            base_model = self._place(base_model)
+            used.update(rule.experts)
+        experts = {name: self._place(reference) for reference, name in self.names.items() if name in used}
+        base_model = None
+        if recipe.base_model:
+            base_model = self._place(recipe.base_model)
         composition = Composition(
-            experts={name: self._place(reference) for reference, name in self.names.items() if name in names},
-            base_model=base_model or None,
+            experts=experts,
+            base_model=base_model,
             num_layers=num_layers,
-            allocation=rules,
+            allocation=tuple(rules),
             allow_negative=True,
         )
         return MergekitMerge(composition, recipe.written_dtype)
@@ -294,7 +302,9 @@ class _Reading:
         recipe, base = self.recipe, self.recipe.base_model
         if recipe.slices is None:
             whole = (0, num_layers)
-            sources = [_Source(model=m.model, parameters=m.parameters, layer_range=whole) for m in recipe.models or ()]
+            sources: list[_Source] = []
+            for model in recipe.models or ():
+                sources.append(_Source(model=model.model, parameters=model.parameters, layer_range=whole))
             if base and base not in [source.model for source in sources]:
                 if recipe.merge_method in ("linear", "passthrough"):
                     raise FieldError(
@@ -368,13 +378,14 @@ class _Reading:
         if tensor.layer is not None:
             part = next(part for part in slices if tensor.layer < part.sources[0].layer_range[1])
             begin, end = part.sources[0].layer_range
-            share = 1.0
+            t = 1.0
             if end - begin > 1:
-                share = (tensor.layer - begin) / (end - begin - 1)
-            return self._merged(tensor.name, part, share)
+                t = (tensor.layer - begin) / (end - begin - 1)
+            return self._merged(tensor.name, part, t)
 
         # Outside the layers: of the first slice, or of the last
-        before, after = (self._merged(tensor.name, part, 0.0) for part in (slices[0], slices[-1]))
+        before = self._merged(tensor.name, slices[0], 0.0)
+        after = self._merged(tensor.name, slices[-1], 0.0)
         if before == after:
             return before
         module = ModuleName(tensor.module)
@@ -389,6 +400,7 @@ class _Reading:
         )
 
     def _merged(self, tensor: str, part: _Slice, t: float) -> Rule:
+        """The rule for a tensor by a slice's sources; `t` is its place in a gradient, from 0 to 1."""
         recipe, base = self.recipe, self.recipe.base_model
         method = recipe.merge_method
         scopes = [part.parameters, recipe.parameters]
@@ -436,7 +448,10 @@ class _Reading:
                 density = self._value("density", tensor, t, nearest_first)
             densities[name] = _or_one(density)
 
-        normalize = next((scope["normalize"] for scope in scopes if "normalize" in scope), _NORMALIZES[method])
+        # Of the slice, before the file's
+        normalize = _NORMALIZES[method]
+        for scope in reversed(scopes):
+            normalize = scope.get("normalize", normalize)
         factor = None
         if not is_linear:
             factor = self._value("lambda", tensor, t, scopes)
@@ -547,7 +562,7 @@ def _compressed(outcomes: Mapping[StoredTensor, Rule]) -> tuple[Rule, ...]:
                 compressed.append(rules[text].model_copy(update={"layers": selection, "modules": modules}))
 
     for tensor, rule in outcomes.items():
-        first = next((r for r in compressed if r.matches(tensor.name, tensor.layer, tensor.kind)), None)
+        first = next((one for one in compressed if one.matches(tensor.name, tensor.layer, tensor.kind)), None)
         if first is None or first.model_copy(update={"layers": None, "modules": None}) != rule:
             raise ExpertError(f"No rule can match only the tensor {tensor.name}", "Write an adapterswap recipe instead")
     return tuple(compressed)

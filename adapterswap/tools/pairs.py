@@ -80,10 +80,12 @@ class Side:
 
 def have_one_decoder(one: Checkpoint, other: Checkpoint) -> bool:
     """Whether one is a language model of the type that the other contains, by their configs."""
-    parts = [ModelConfig(checkpoint.config).language for checkpoint in (one, other)]
-    alone = [part is checkpoint.config for part, checkpoint in zip(parts, (one, other), strict=True)]
-    kinds = [part.get("model_type") for part in parts]
-    return sum(alone) == 1 and kinds[0] is not None and kinds[0] == kinds[1]
+    one_language, other_language = ModelConfig(one.config).language, ModelConfig(other.config).language
+    one_is_alone, other_is_alone = one_language is one.config, other_language is other.config
+    if one_is_alone == other_is_alone:
+        return False
+    model_type = one_language.get("model_type")
+    return model_type is not None and model_type == other_language.get("model_type")
 
 
 def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
@@ -96,18 +98,22 @@ def read_side(checkpoint: Checkpoint, model_class: str | None = None) -> Side:
     # A head that is stored, and is another weight than its embedding, is none that is tied.
     for name, weight in base.by_parameter.items():
         for head in weight.tied:
-            both = [stored[key] for key in (name, f"{head}.weight") if key in stored]
-            if len(both) < 2 or any(one.tensor.dtype not in Dtype.FLOATS for one in both):
+            head_name = f"{head}.weight"
+            if name not in stored or head_name not in stored:
+                continue
+            own, of_head = stored[name], stored[head_name]
+            if own.tensor.dtype not in Dtype.FLOATS or of_head.tensor.dtype not in Dtype.FLOATS:
                 continue
             with open_files(checkpoint.shards) as files:
-                ours, copy = (Comparable.of(one.tensor, files[one.path]) for one in both)
-                if ours.is_one_with(copy):
+                own_numbers = Comparable.of(own.tensor, files[own.path])
+                if own_numbers.is_one_with(Comparable.of(of_head.tensor, files[of_head.path])):
                     continue
+
             weights[name] = weight._replace(tied=())
-            weights[f"{head}.weight"] = Weight(
+            weights[head_name] = Weight(
                 head, weight.in_features, weight.out_features, embedding=False, transposed=False
             )
-            parameters[f"{head}.weight"] = f"{head}.weight"
+            parameters[head_name] = head_name
     return Side(checkpoint, base, weights, parameters, is_of_its_own=model_class is not None)
 
 
@@ -225,12 +231,16 @@ class WeightPair:
     def saved(self) -> list[str]:
         """The modules that the adapter will hold whole: the outermost ones of which it holds all parameters."""
         others = self.model.parameters.keys() - self.in_full.keys()
-        modules = set()
+        modules: set[str] = set()
         for name in self.in_full:
+            # Of the modules around the parameter, from the outermost one inwards
             parts = name.split(".")[:-1]
-            prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-            whole = (one for one in prefixes if not any(other.startswith(f"{one}.") for other in others))
-            modules.add(next(whole))
+            held_whole: list[str] = []
+            for count in range(1, len(parts) + 1):
+                module = ".".join(parts[:count])
+                if not any(other.startswith(f"{module}.") for other in others):
+                    held_whole.append(module)
+            modules.add(held_whole[0])
         return sorted(modules)
 
 
@@ -257,7 +267,7 @@ def pair(
     in_full: dict[str, Whole] = {}
     task_type = _task_of(side.base)
     if full.config.get("model_type") == base.config.get("model_type"):
-        ours, theirs = (dict(_by_name(checkpoint, side.name_of)) for checkpoint in (full, base))
+        ours, theirs = dict(_by_name(full, side.name_of)), dict(_by_name(base, side.name_of))
         heads: Mapping[str, StoredTensor] = {}
         if side.is_of_its_own:
             heads = _heads(ours, theirs, side, task_type)
@@ -269,7 +279,8 @@ def pair(
     problems.raise_if_any()
 
     # What the adapter holds of them as LoRA
-    matrices, left_out = list[WeightMatrix](), list[LeftOutWeight]()
+    matrices: list[WeightMatrix] = []
+    left_out: list[LeftOutWeight] = []
     different_shapes: list[str] = []
     for name in sorted((ours.keys() & theirs.keys()) - in_full.keys()):
         tuned, original = ours[name], theirs[name]
@@ -300,11 +311,21 @@ def pair(
         if _check_numbers([(tower, full, "full")], problems):
             left_out.append(LeftOutWeight(name, "not in the base", Whole.of(tower.path, tower.tensor), None))
 
-    in_words: list[dict[str, str]] = []
-    for tensors in (ours, theirs):
-        words = {name: "×".join(map(str, tensors[name].tensor.shape)) for name in different_shapes}
-        in_words.append({labels.get(name, name): shape for name, shape in words.items()})
-    compare_shapes(*in_words, one=full.name, other=base.name, remedy=_REMEDY, problems=problems, parameter="base_model")
+    our_shapes: dict[str, str] = {}
+    their_shapes: dict[str, str] = {}
+    for name in different_shapes:
+        label = labels.get(name, name)
+        our_shapes[label] = "×".join(map(str, ours[name].tensor.shape))
+        their_shapes[label] = "×".join(map(str, theirs[name].tensor.shape))
+    compare_shapes(
+        our_shapes,
+        their_shapes,
+        one=full.name,
+        other=base.name,
+        remedy=_REMEDY,
+        problems=problems,
+        parameter="base_model",
+    )
     problems.raise_if_any()
 
     if config_from is None:
@@ -335,13 +356,13 @@ _LABELS = ("id2label", "label2id", "num_labels")
 
 def config_differences(full: Checkpoint, base: Checkpoint, ignoring: Iterable[str] = ()) -> ConfigDifferences:
     """Where the configs of two models with one decoder differ, apart from ties: of two classes, the decoder's."""
-    configs = parts = [checkpoint.config for checkpoint in (full, base)]
-    if parts[0].get("model_type") != parts[1].get("model_type"):
-        parts = [ModelConfig(config).language for config in parts]
+    ours, theirs = full.config, base.config
+    if ours.get("model_type") != theirs.get("model_type"):
+        ours, theirs = ModelConfig(ours).language, ModelConfig(theirs).language
     ignored = ["tie_word_embeddings", *ignoring]
-    if all(map(pads_only_to_generate, configs)):
+    if pads_only_to_generate(full.config) and pads_only_to_generate(base.config):
         ignored.append("pad_token_id")
-    return ConfigDifferences.between(*parts, ignoring=ignored)
+    return ConfigDifferences.between(ours, theirs, ignoring=ignored)
 
 
 def _check_configs(full: Checkpoint, base: Checkpoint, ignoring: Iterable[str]) -> None:
@@ -366,10 +387,10 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
                 parameter=parameter,
                 kind=UnsupportedError,
             )
-    kinds = [checkpoint.config.get("model_type") for checkpoint in (full, base)]
-    if kinds[0] != kinds[1] and not have_one_decoder(full, base):
+    model_type, base_type = full.config.get("model_type"), base.config.get("model_type")
+    if model_type != base_type and not have_one_decoder(full, base):
         problems.add(
-            f"{full.name} is a {kinds[0]} model, but the base {base.name} is a {kinds[1]} model",
+            f"{full.name} is a {model_type} model, but the base {base.name} is a {base_type} model",
             _REMEDY,
             parameter="base_model",
         )
@@ -377,11 +398,11 @@ def _sides(full: Checkpoint, base: Checkpoint) -> tuple[Side, Side]:
 
     model_class = None
     try:
-        if kinds[0] == kinds[1]:
-            named = base
+        if model_type == base_type:
+            with_class = base
             if full.config.get("architectures"):
-                named = full
-            model_class = Base.class_of_its_own(named.source.folder, named.name)
+                with_class = full
+            model_class = Base.class_of_its_own(with_class.source.folder, with_class.name)
         tuned = read_side(full, model_class)
     except AdapterswapError as error:  # which names the base
         raise error.recast(parameter="full") from None
@@ -428,7 +449,7 @@ def _heads(
     for name in sorted(outside):
         by_module.setdefault(name.rpartition(".")[0], []).append(name)
 
-    heads = dict[str, StoredTensor]()
+    heads: dict[str, StoredTensor] = {}
     for module, names in by_module.items():
         of_task = module.partition(".")[0] in TASK_HEADS.get(task_type or "", ())
         if all(name in ours and (of_task or name not in theirs) for name in names):
@@ -557,7 +578,8 @@ def _check_selection(selection: Selection, full: Checkpoint, side: Side, num_lay
 
     inside = [weight for weight in side.weights.values() if weight.layer is not None]
     for module in selection.modules:
-        if selection.layers == NO_LAYER or not any(Rule.selects(module, weight.name, weight.kind) for weight in inside):
+        is_in_layers = any(Rule.selects(module, weight.name, weight.kind) for weight in inside)
+        if selection.layers == NO_LAYER or not is_in_layers:
             ends = sorted({weight.name.rpartition(".")[2] for weight in inside})
             problems.add(
                 f"`modules` {module!r} matches nothing",
@@ -580,15 +602,17 @@ def _check_tying(weight: Weight) -> None:
 
 def _check_numbers(weights: Sequence[tuple[StoredTensor, Checkpoint, str]], problems: Problems) -> bool:
     """Whether all weights are floating point. Each has its checkpoint and the name of its argument in `extract`."""
-    wrong = [entry for entry in weights if entry[0].tensor.dtype not in Dtype.FLOATS]
-    for weight, checkpoint, parameter in wrong:
-        problems.add(
-            f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
-            f"Save it as {', '.join(Dtype.FLOATS)}",
-            parameter=parameter,
-            kind=UnsupportedError,
-        )
-    return not wrong
+    are_numbers = True
+    for weight, checkpoint, parameter in weights:
+        if weight.tensor.dtype not in Dtype.FLOATS:
+            are_numbers = False
+            problems.add(
+                f"{weight.name} is {weight.tensor.dtype} in {checkpoint.name}",
+                f"Save it as {', '.join(Dtype.FLOATS)}",
+                parameter=parameter,
+                kind=UnsupportedError,
+            )
+    return are_numbers
 
 
 def _reason(name: str, weight: Weight | None, parameter: StoredTensor, side: Side) -> Reason:

@@ -80,11 +80,21 @@ def contradicting(*sources: SourceRecord | None) -> bool:
     return any(source is not None and ("/" in source.source) != (source.revision is not None) for source in sources)
 
 
+def files_in(folder: Path) -> list[str]:
+    """The files of a folder and of its subfolders, such as `1_Pooling/config.json`, in order."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def differing_names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    """The names that have different values, such as hashes, or that only one of the two has, in order."""
+    return sorted({name for name, _ in ours.items() ^ theirs.items()})
+
+
 def added_files(folder: Path, content: Mapping[str, Any]) -> tuple[str, ...]:
     """A note about files in a result's folder that its record does not list, if there are any."""
-    found = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = files_in(folder)
     listed = content.get(OutputKind.LIST, found)
-    added = sorted(name for name in found if name not in listed and not name.startswith("."))
+    added = [name for name in found if name not in listed and not name.startswith(".")]
     if not added:
         return ()
     return (f"Files that were not written with it: {', '.join(added)}",)
@@ -126,9 +136,10 @@ def compare_records(
     differing_keys = _record_differs(content, record, recomputed)
 
     # The base, which an adapter's record has only if it was needed
-    base, unchecked = again.base, list[str]()
+    base = again.base
     if record.kind != "model":
         base = _find_base(record.base, opened, base_model)
+    unchecked: list[str] = []
     if record.base is not None and base is None:
         unchecked.append(BASE)
     if record.base is not None and base is not None:
@@ -137,11 +148,11 @@ def compare_records(
         if marked(content["base"]) != marked(base.content()):
             differing_keys.append("base")
 
-    notes = [
-        f"The revision of {name} ({source}) was not compared, because a folder was passed"
-        for name, source in record.experts.items()
-        if source.revision is not None and again.experts[name].revision is None
-    ]
+    # What could not be compared
+    notes: list[str] = []
+    for name, source in record.experts.items():
+        if source.revision is not None and again.experts[name].revision is None:
+            notes.append(f"The revision of {name} ({source}) was not compared, because a folder was passed")
     if record.base is None and base_model is not None and record.kind == "adapter":
         notes.append("The base was not compared: the record has none, because none was needed")
     return Verification(
@@ -170,15 +181,20 @@ def _find_base(
     """The base as it is today, by its config and, in a folder, its weights; None if it is not recorded or located."""
     if recorded is None:
         return None
-    base_names = [expert.config.base_model for expert in opened.values() if isinstance(expert, Adapter)]
-    local = [place for place in base_names if place is not None and Reference(place).public_name == recorded.source]
 
-    # One that was passed, or that is on the Hub, must be there. A folder may be gone.
+    # One that was passed, or that is on the Hub, must be there.
     if base_model is not None:
         return SourceRecord.of_base(Source.of_base(base_model))
     if recorded.reference:
         return SourceRecord.of_base(Source.of_base(recorded.reference))
-    for place in local:
+
+    # The folder that an adapter names may be gone.
+    for expert in opened.values():
+        place = None
+        if isinstance(expert, Adapter):
+            place = expert.config.base_model
+        if place is None or Reference(place).public_name != recorded.source:
+            continue
         if os.path.isdir(expand(place)):
             return SourceRecord.of_base(Source.of_base(place))
     return None
@@ -187,12 +203,16 @@ def _find_base(
 def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, SourceRecord]) -> dict[str, str]:
     """Sources whose hashes differ from the record: name → the first file that differs, or `weights`."""
     changed = {}
-    for name in found:
-        ours, theirs = recorded[name], found[name]
-        files = [file for file in {**theirs.sha256, **ours.sha256} if ours.sha256.get(file) != theirs.sha256.get(file)]
-        files += sorted(file for file, _ in ours.fingerprints.items() ^ theirs.fingerprints.items())
-        if files:
-            changed[name] = files[0]
+    for name, theirs in found.items():
+        ours = recorded[name]
+        differing_files: list[str] = []
+        for file in {**theirs.sha256, **ours.sha256}:
+            if ours.sha256.get(file) != theirs.sha256.get(file):
+                differing_files.append(file)
+        differing_files += differing_names(ours.fingerprints, theirs.fingerprints)
+
+        if differing_files:
+            changed[name] = differing_files[0]
         elif ours.entered != theirs.entered:
             changed[name] = "weights"
     return changed
@@ -200,37 +220,42 @@ def changed_sources(recorded: Mapping[str, SourceRecord], found: Mapping[str, So
 
 def _record_differs(content: Mapping[str, Any], record: CompositionRecord, recomputed: Mapping[str, Any]) -> list[str]:
     """The keys of a record that differ from the recomputed record, are missing, or contradict others."""
-    ours, theirs = (_comparable(raw, record) for raw in (content, recomputed))
-    differing = [key for key in {**theirs, **ours} if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT))]
+    ours, theirs = _comparable(content, record), _comparable(recomputed, record)
+    differing: list[str] = []
+    for key in {**theirs, **ours}:
+        if not _alike(ours.get(key, _ABSENT), theirs.get(key, _ABSENT)):
+            differing.append(key)
     differing += [key for key in recomputed if key not in content]
-    wrong = {
-        "base_model": _names_another_base(record),
-        "experts": _experts_contradict(record, recomputed["experts"]),
-        "base": _base_contradicts(record, recomputed["experts"]),
-    }
-    return [*differing, *(key for key, is_wrong in wrong.items() if is_wrong)]
 
-
-def _names_another_base(record: CompositionRecord) -> bool:
-    """Whether full weights name another base than the one that they were made with."""
+    # Full weights name the base that they were made with.
     made_with: tuple[str | None, str | None] = (None, None)
     if record.base:
         made_with = (record.base.source, record.base.revision)
-    return record.kind == "model" and (record.base_model, record.base_revision) != made_with
+    if record.kind == "model" and (record.base_model, record.base_revision) != made_with:
+        differing.append("base_model")
 
-
-def _experts_contradict(record: CompositionRecord, again: Mapping[str, Any]) -> bool:
-    """Whether an expert contradicts itself, or has another revision than the one that was found."""
-    moved = any(again[name]["revision"] not in (None, source.revision) for name, source in record.experts.items())
-    return moved or contradicting(*record.experts.values())
+    # An expert has the revision that was found today, if one was.
+    experts_today = recomputed["experts"]
+    has_moved = False
+    for name, source in record.experts.items():
+        if experts_today[name]["revision"] not in (None, source.revision):
+            has_moved = True
+    if has_moved or contradicting(*record.experts.values()):
+        differing.append("experts")
+    if _base_contradicts(record, experts_today):
+        differing.append("base")
+    return differing
 
 
 def _base_contradicts(record: CompositionRecord, again: Mapping[str, Any]) -> bool:
     """Whether the base contradicts itself, or is a folder and an expert records other weights of its base."""
     if record.base is None or record.base.revision is not None:
         return contradicting(record.base)
-    trained_on = [expert["base_fingerprints"] for expert in again.values() if "base_fingerprints" in expert]
-    return contradicting(record.base) or any(prints != record.base.fingerprints for prints in trained_on)
+
+    for expert in again.values():
+        if "base_fingerprints" in expert and expert["base_fingerprints"] != record.base.fingerprints:
+            return True
+    return contradicting(record.base)
 
 
 def _comparable(content: Mapping[str, Any], record: CompositionRecord) -> dict[str, Any]:
@@ -250,6 +275,8 @@ def _alike(left: Any, right: Any) -> bool:
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_alike, left, right))
     if isinstance(left, float) or isinstance(right, float):
-        numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (left, right))
-        return numbers and math.isclose(left, right, rel_tol=_RELATIVE)
+        for value in (left, right):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                return False
+        return math.isclose(left, right, rel_tol=_RELATIVE)
     return type(left) is type(right) and bool(left == right)

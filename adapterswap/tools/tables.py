@@ -38,23 +38,29 @@ def tables(expert: Adapter | Checkpoint | GgufAdapter) -> dict[str, list[PartRow
     Nothing has an empty table.
     """
     if isinstance(expert, GgufAdapter):
-        found = {"module": [_gguf_row(module) for module in expert.modules.values()]}
+        all_tables = {"module": [_gguf_row(module) for module in expert.modules.values()]}
     elif isinstance(expert, Checkpoint):
-        found = {"tensor": _tensor_rows(expert.parameters.values(), expert.has_both_stacks)}
+        all_tables = {"tensor": _tensor_rows(expert.parameters.values(), expert.has_both_stacks)}
     else:
-        saved = expert.saved.values()
-        found = {
-            "module": [_lora_row(module, expert.has_both_stacks) for module in expert.modules.values()],
-            expert.config.title: _tensor_rows(expert.opaque.values(), expert.has_both_stacks),
-            "trained in full": _tensor_rows((part for part in saved if not part.rows), expert.has_both_stacks),
-            "trained tokens": _tensor_rows(expert.tokens.values(), expert.has_both_stacks),
+        has_stacks = expert.has_both_stacks
+        in_full = [part for part in expert.saved.values() if not part.rows]
+        all_tables = {
+            "module": [_lora_row(module, has_stacks) for module in expert.modules.values()],
+            expert.config.title: _tensor_rows(expert.opaque.values(), has_stacks),
+            "trained in full": _tensor_rows(in_full, has_stacks),
+            "trained tokens": _tensor_rows(expert.tokens.values(), has_stacks),
         }
-    return {title: rows for title, rows in found.items() if rows}
+    return {title: rows for title, rows in all_tables.items() if rows}
 
 
 def _lora_row(module: LoraModule, has_stacks: bool) -> PartRow:
-    values: dict[str, Any] = {"rank": module.rank, "α": module.alpha, "s": module.scale}
-    values |= {"out × in": (module.out_features, module.in_features), "dtype": module.dtype}
+    values = {
+        "rank": module.rank,
+        "α": module.alpha,
+        "s": module.scale,
+        "out × in": (module.out_features, module.in_features),
+        "dtype": module.dtype,
+    }
     return PartRow(_within(module.name, module.layer, has_stacks), module.kind, module.layer, values)
 
 

@@ -49,7 +49,7 @@ from adapterswap.tools.attribution import Attribution, attribute, check_precisio
 from adapterswap.tools.comparison import equal_bytes
 from adapterswap.tools.conversion import PICKLED
 from adapterswap.tools.extracted import verify_extracted
-from adapterswap.tools.recorded import Verification, added_files, compare_records, reprinted
+from adapterswap.tools.recorded import Verification, added_files, compare_records, differing_names, reprinted
 
 _METADATA = "the GGUF metadata"
 _FIELDS_NOT_COMPARED = ("adapterswap.version", "adapterswap.record")  # the record is compared separately
@@ -68,10 +68,11 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
             parameter="path",
         )
 
-    output = {key: value for key, value in record.output.items() if key not in ("format", "outtype", "pieces")}
-    pieces = record.output.get("pieces")
+    form_content = dict(record.output)
+    outtype, pieces = form_content.pop("outtype", None), form_content.pop("pieces", None)
+    del form_content["format"]
     try:
-        form = Form(**output)
+        form = Form(**form_content)
     except TypeError:
         raise ExpertError(
             f"This version cannot read the record of {opened.source}", GgufAdapter.REMEDY, parameter="path"
@@ -82,7 +83,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         adapters = {name: expert for name, expert in sources.items() if isinstance(expert, Adapter)}
         plan = make_plan(_recorded_composition(opened.source, record, base_model), adapters, recorded=True)
         again = scratch / "again"
-        write_gguf(PreparedGguf.of(plan, form), again, outtype=str(record.output.get("outtype")), pieces=pieces)
+        write_gguf(PreparedGguf.of(plan, form), again, outtype=str(outtype), pieces=pieces)
         rewritten = GgufAdapter.open(again)
 
         # Piece by piece; a piece that was passed alone is not compared with the others
@@ -90,16 +91,19 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
         theirs = {file.piece: file for file in rewritten.files}
         if not os.path.isdir(opened.source):
             theirs = {piece: file for piece, file in theirs.items() if piece in ours}
-        differing, fields = [], False
+        differing: list[str] = []
+        metadata_differs = False
         for piece in sorted({**theirs, **ours}, key=str):
             if piece not in ours or piece not in theirs:
                 differing.append(f"{piece}.gguf")
                 continue
-            tensors = _differing_tensors(ours[piece], theirs[piece])
-            if not tensors and not np.array_equal(ours[piece].data, theirs[piece].data):
-                tensors = [f"{ours[piece].path.name} (bytes outside its tensors)"]
+            file, rewritten_file = ours[piece], theirs[piece]
+            tensors = _differing_tensors(file, rewritten_file)
+            if not tensors and not np.array_equal(file.data, rewritten_file.data):
+                tensors = [f"{file.path.name} (bytes outside its tensors)"]
             differing += tensors
-            fields = fields or _fields(ours[piece]) != _fields(theirs[piece])
+            if _fields(file) != _fields(rewritten_file):
+                metadata_differs = True
 
         # The record, which all pieces have alike
         verification = compare_records(content, record, rewritten.content or {}, sources, base_model)
@@ -110,7 +114,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
             verification,
             changed_sources={**verification.changed_sources, **_changed_inner(record, experts)},
             differing=tuple(differing),
-            config_differs=fields,
+            config_differs=metadata_differs,
             config=_METADATA,
             record_differs=tuple(record_differs),
         )
@@ -118,7 +122,7 @@ def _verify_gguf(path: str | Path, experts: Mapping[str, str | Path], base_model
 
 def _differing_tensors(first: GgufFile, second: GgufFile) -> list[str]:
     """The tensors whose format, shape or bytes differ."""
-    differing = sorted(first.tensors.keys() ^ second.tensors.keys())
+    differing = list(first.tensors.keys() ^ second.tensors.keys())
     for name in first.tensors.keys() & second.tensors.keys():
         (dtype, shape, data), (other_dtype, other_shape, other_data) = first.tensors[name], second.tensors[name]
         alike = (dtype, shape) == (other_dtype, other_shape)
@@ -128,6 +132,7 @@ def _differing_tensors(first: GgufFile, second: GgufFile) -> list[str]:
 
 
 def _fields(file: GgufFile) -> dict[str, Any]:
+    """The metadata that is compared."""
     return {key: value for key, value in file.fields.items() if key not in _FIELDS_NOT_COMPARED}
 
 
@@ -182,7 +187,8 @@ def verify(
     check_type(path, (str, Path), "path", "Pass the folder of an adapter or a model, or a Hub id such as org/name")
     check_type(experts, (Mapping, type(None)), "experts", "Pass a mapping from names to folders or Hub ids")
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
-    base_model = None if base_model is None else str(base_model)
+    if base_model is not None:
+        base_model = str(base_model)
     by_role = {"task_expert": task_expert, "language_expert": language_expert}
 
     # LoRA in GGUF
@@ -194,14 +200,16 @@ def verify(
     folder = Source.of_adapter(path, what="adapter or model", parameter="path").folder
     if not os.path.exists(folder / WEIGHTS):
         folder = Checkpoint.find(path, what="model", parameter="path").folder
-    is_trained = os.path.exists(folder / TRAINING_RECORD) and not os.path.exists(folder / PROVENANCE)
-    trained = Records(folder).training() if is_trained else {}
-    if "start" in trained:
-        _check_no_roles(path, by_role)
-        return _verify_trained(folder, trained, experts or {})
-    if not os.path.exists(folder / PROVENANCE) and (base_model is not None or experts):
-        _check_no_roles(path, by_role)
-        return attribute(folder, experts or {}, base_model, rules)
+    if not os.path.exists(folder / PROVENANCE):
+        trained: Mapping[str, Any] = {}
+        if os.path.exists(folder / TRAINING_RECORD):
+            trained = Records(folder).training()
+        if "start" in trained:
+            _check_no_roles(path, by_role)
+            return _verify_trained(folder, trained, experts or {})
+        if base_model is not None or experts:
+            _check_no_roles(path, by_role)
+            return attribute(folder, experts or {}, base_model, rules)
 
     # What the record says
     content = _content(folder)
@@ -242,8 +250,13 @@ def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]
 
     named: dict[str, str | Path] = {}
     for parameter, paths in by_role.items():
-        names = composition.get(parameter.removesuffix("_expert")) or []
-        names = [names] if isinstance(names, str) else [name for name in names if name != BASE]
+        # The recorded names of the role: one, or a list in which the base has no path
+        recorded = composition.get(parameter.removesuffix("_expert")) or []
+        if isinstance(recorded, str):
+            names = [recorded]
+        else:
+            names = [name for name in recorded if name != BASE]
+
         if paths and len(paths) != len(names):
             listed, remedy = "", _BY_NAME
             if names:
@@ -309,7 +322,8 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
             sources = start.origin.experts
 
         written = content["sha256"]
-        weights_differ, config_differs = (sha256_of(folder / file) != written[file] for file in (WEIGHTS, CONFIG))
+        weights_differ = sha256_of(folder / WEIGHTS) != written[WEIGHTS]
+        config_differs = sha256_of(folder / CONFIG) != written[CONFIG]
     except (FieldError, KeyError, TypeError):
         raise ExpertError(
             f"This version of adapterswap cannot read {folder / TRAINING_RECORD}", _REMEDY, parameter="path"
@@ -323,9 +337,12 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
             parameter="experts",
         )
     changed, located = _changed_files(sources, source_paths, WEIGHTS)
+    differing: tuple[str, ...] = ()
+    if weights_differ:
+        differing = (WEIGHTS,)
     return Verification(
         changed,
-        (WEIGHTS,) if weights_differ else (),
+        differing,
         config_differs,
         made="trained",
         unchecked=tuple(name for name in sources if name not in located),
@@ -353,7 +370,7 @@ def _changed_files(
         if os.path.exists(folder / CONFIG):
             files.append(CONFIG)
         hashes = {file: sha256_of(folder / file) for file in files}
-        differing = sorted(file for file, _ in hashes.items() ^ source.sha256.items())
+        differing = differing_names(hashes, source.sha256)
         if differing:
             changed[name] = differing[0]
     return changed, located
@@ -371,13 +388,17 @@ def _verify_converted(
     The last digits of a singular value decomposition depend on the machine, so nothing is converted again: the plan is
     made of the converted adapter.
     """
+    # The files, and those of the source
     conversion = record.conversion
     assert conversion is not None
-    weights_differ, config_differs = (
-        sha256_of(folder / file) != conversion.sha256.get(file) for file in (WEIGHTS, CONFIG)
-    )
-    weights = (PICKLED,) if conversion.pickled else (WEIGHTS, Source.MLX_WEIGHTS)
-    changed, located = _changed_files(record.experts, source_paths, *weights)
+    differing: tuple[str, ...] = ()
+    if sha256_of(folder / WEIGHTS) != conversion.sha256.get(WEIGHTS):
+        differing = (WEIGHTS,)
+    config_differs = sha256_of(folder / CONFIG) != conversion.sha256.get(CONFIG)
+    own_weights: tuple[str, ...] = (WEIGHTS, Source.MLX_WEIGHTS)
+    if conversion.pickled:
+        own_weights = (PICKLED,)
+    changed, located = _changed_files(record.experts, source_paths, *own_weights)
     unchecked = [name for name in record.experts if name not in located]
 
     # The converted adapter in place of each source, with what is known of the source beside its weights
@@ -391,7 +412,7 @@ def _verify_converted(
             converted, source=source, base_fingerprints=records.base(), kept_layers=records.kept_layers()
         )
 
-    # The record that it should have. What was measured, and the list of its files, is taken from the one that it has.
+    # The record that it should have. What was measured, and the list of its files, are taken from the one that it has.
     plan = make_plan(_recorded_composition(folder, record, base_model), opened, recorded=True)
     experts = {name: SourceRecord.of_adapter(adapter, "") for name, adapter in opened.items()}
     recomputed = CompositionRecord.of(plan, experts, record.base, output=record.output, measured={}).content()
@@ -401,7 +422,7 @@ def _verify_converted(
     listed = [name for name in content.get(OutputKind.LIST, ()) if os.path.exists(folder / str(name))]
     recomputed[OutputKind.LIST] = sorted({*listed, WEIGHTS, CONFIG, CARD, PROVENANCE})
     recomputed[OutputKind.PRINTS] = content.get(OutputKind.PRINTS)
-    if not weights_differ:
+    if not differing:
         recomputed[OutputKind.PRINTS] = reprinted(content, OutputKind.prints_of(folder, [WEIGHTS]))
     for name in unchecked:
         recomputed["experts"][name] = content["experts"][name]
@@ -415,7 +436,7 @@ def _verify_converted(
     return replace(
         verification,
         changed_sources=changed,
-        differing=(WEIGHTS,) if weights_differ else (),
+        differing=differing,
         config_differs=config_differs,
         made="converted",
         unchecked=(*unchecked, *verification.unchecked),
@@ -434,16 +455,18 @@ def _write_adapter(
     folder: Path, record: CompositionRecord, composition: Composition, opened: Mapping[str, Expert], again: Path
 ) -> None:
     adapters = {name: expert for name, expert in opened.items() if isinstance(expert, Adapter)}
-    bases = {(adapter.config.base_model, adapter.config.revision) for adapter in adapters.values()}
-    revision = record.base_revision
-    base_was_passed = len(bases) > 1 or revision not in (None, *(of_expert for _, of_expert in bases))
+
+    # A base that was passed when they were composed is not checked again. A record has no paths, but the config.
+    configs = [adapter.config for adapter in adapters.values()]
+    revisions = {config.revision for config in configs}
+    bases = {(config.base_model, config.revision) for config in configs}
+    base_was_passed = len(bases) > 1 or record.base_revision not in (None, *revisions)
     if composition.base_model is None and record.base_model is not None and base_was_passed:
-        # The base was passed when they were composed; it is not checked again. A record has no paths, but the config.
         name = record.base_model
         written = read_json(folder / CONFIG).get("base_model_name_or_path")
         if isinstance(written, str) and Reference(written).public_name == record.base_model:
             name = written
-        composition = composition.model_copy(update={"base_model": Reference(name).at(revision)})
+        composition = composition.model_copy(update={"base_model": Reference(name).at(record.base_revision)})
 
     prepared = prepare(make_plan(composition, adapters, recorded=True), Form(**record.output))
     prepared.write(again, hashes={}, companions=bool(record.companions))  # a server writes none
@@ -476,10 +499,12 @@ def _compare(
     written, rewritten = read_json(folder / config, _REMEDY), read_json(again / config, _REMEDY)
 
     # Tensors, and the files beside them
-    differing, notes = _differing(ours, theirs), added_files(folder, content)
-    apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
-    others = [name for name in recomputed[OutputKind.LIST] if name not in apart]
-    differing += tuple(name for name in others if not _same_bytes(folder / name, again / name))
+    differing = _differing(ours, theirs)
+    compared_apart = {PROVENANCE, CARD, config, WEIGHTS, *(file.path.name for file in (*ours, *theirs))}
+    for name in recomputed[OutputKind.LIST]:
+        if name not in compared_apart and not _same_bytes(folder / name, again / name):
+            differing.append(name)
+    notes = added_files(folder, content)
     if record.adapterswap_version == __version__ and not _same_bytes(folder / CARD, again / CARD):
         notes += (f"{CARD} is not the one that was written",)
 
@@ -491,7 +516,7 @@ def _compare(
     sources = compare_records(content, record, recomputed, opened, base_model)
     return replace(
         sources,
-        differing=differing,
+        differing=tuple(differing),
         config_differs=written != rewritten,
         config=config,
         notes=(*sources.notes, *notes),
@@ -533,7 +558,9 @@ def _find_sources(
     """The experts of a record, opened. One that was composed itself is composed again, in the folder `scratch`, if
     those that it was composed of are passed instead."""
     problems = Problems(ArgumentError)
-    action = "the model was merged" if record.kind == "model" else "the adapter was composed"
+    action = "the adapter was composed"
+    if record.kind == "model":
+        action = "the model was merged"
     known = record.experts | _inner(record.experts)
     for name in source_paths.keys() - known.keys():
         problems.add(
@@ -564,17 +591,19 @@ def _find_source(
 ) -> Expert:
     """Open an expert from its path or, at its recorded commit, from the Hub; or compose it again."""
     reference = source_paths.get(name) or source.reference
+    if reference is not None and adapter:
+        return open_adapter(reference)
     if reference is not None:
-        return open_adapter(reference) if adapter else open_expert(reference)
+        return open_expert(reference)
 
     inner = _inner({name: source})
     if source_paths.keys() & inner.keys():
         return _composed_again(name, source, source_paths, scratch)
 
-    names = [f"`experts={{{each!r}: PATH}}`" for each in (name, *inner)]
-    remedy = f"Pass {names[0]}"
+    remedy = f"Pass `experts={{{name!r}: PATH}}`"
     if inner:
-        remedy += f", or what it was made of: {', '.join(names[1:])}"
+        of_inner = [f"`experts={{{each!r}: PATH}}`" for each in inner]
+        remedy += f", or what it was made of: {', '.join(of_inner)}"
     raise ArgumentError(
         f"The expert {name!r} came from a folder named {source.source!r}, whose location is not recorded",
         remedy,
@@ -656,15 +685,16 @@ def _check_precision(folder: Path, record: CompositionRecord, base_model: str | 
     if base_model is None:
         return
     base = Checkpoint.find(base_model)
-    recorded = record.base.fingerprints if record.base is not None else {}
-    if not recorded or recorded == base_fingerprints(base.folder):
+    if record.base is None or not record.base.fingerprints:
+        return
+    if record.base.fingerprints == base_fingerprints(base.folder):
         return
 
     changed = {name for name, owner in record.modules.items() if owner != BASE}
     check_precision(open_checkpoint(folder, what="model"), open_checkpoint(base.folder), changed)
 
 
-def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tuple[str, ...]:
+def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> list[str]:
     """The names of tensors whose dtype, shape or bytes differ, in whichever file they are."""
     ours, theirs = _by_name(first), _by_name(second)
     differing = list(ours.keys() ^ theirs.keys())
@@ -673,7 +703,7 @@ def _differing(first: Sequence[TensorFile], second: Sequence[TensorFile]) -> tup
             (left, left_file), (right, right_file) = ours[name], theirs[name]
             if not equal_bytes(left, opened[left_file.path], right, opened[right_file.path]):
                 differing.append(name)
-    return tuple(sorted(differing))
+    return sorted(differing)
 
 
 def _by_name(files: Sequence[TensorFile]) -> dict[str, tuple[Tensor, TensorFile]]:
