@@ -516,10 +516,9 @@ def _mistakes(lora: LoraModule | None) -> dict[str, float]:
     if lora is None:
         return dict.fromkeys(_MISTAKES, 1.0)
     root = math.sqrt(lora.rank)
+    factors = [1.0, root, 1 / lora.scale]
     if lora.rslora:
-        factors = (1 / root, 1.0, 1 / lora.scale)
-    else:
-        factors = (1.0, root, 1 / lora.scale)
+        factors[:2] = [1 / root, 1.0]
     return dict(zip(_MISTAKES, factors, strict=True))
 
 

@@ -252,9 +252,8 @@ def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]
     for parameter, paths in by_role.items():
         # The recorded names of the role: one, or a list in which the base has no path
         recorded = composition.get(parameter.removesuffix("_expert")) or []
-        if isinstance(recorded, str):
-            names = [recorded]
-        else:
+        names = [recorded]
+        if not isinstance(recorded, str):
             names = [name for name in recorded if name != BASE]
 
         if paths and len(paths) != len(names):
