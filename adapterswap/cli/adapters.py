@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.kit.files.tensorfile import Tensor
     from adapterswap.tools.deltas import Conversion
-    from adapterswap.tools.extraction import Extraction
+    from adapterswap.tools.extraction import Extracted, Extraction
     from adapterswap.tools.inspection import Inspection
 
 
@@ -45,27 +45,17 @@ def inspect_command(path: Expert, *, as_json: Json = False) -> None:
         adapterswap inspect math-swahili
         adapterswap inspect org/base --json
     """
+    from adapterswap.core import Adapter
+    from adapterswap.engines.gguf.adapter import GgufAdapter
     from adapterswap.tools.inspection import inspect
 
     with working("reading"):
         inspection = inspect(path)
     if as_json:
         print_json(inspection.as_json())
-    else:
-        _print_inspection(inspection)
+        return
 
-
-_BESIDE = {
-    "chat_template": "chat templates",
-    "generation": "generation settings",
-    "code": "code, which is never run",
-}
-
-
-def _print_inspection(inspection: Inspection) -> None:
-    from adapterswap.core import Adapter
-    from adapterswap.engines.gguf.adapter import GgufAdapter
-
+    # What it holds
     if isinstance(inspection.expert, Adapter):
         _print_adapter(inspection, inspection.expert)
     elif isinstance(inspection.expert, GgufAdapter):
@@ -74,6 +64,8 @@ def _print_inspection(inspection: Inspection) -> None:
         _print_model(inspection, inspection.expert)
     for kind, names in inspection.companions.items():
         echo(f"{_BESIDE.get(kind, kind)}: {', '.join(names)}")
+
+    # Where it is from
     if inspection.trained_from is not None:
         echo(f"trained from {inspection.trained_from}")
     if inspection.record is not None:
@@ -85,7 +77,15 @@ def _print_inspection(inspection: Inspection) -> None:
         echo(f"{relation} of {experts}", *record.origins, *inspection.strip)
 
 
+_BESIDE = {
+    "chat_template": "chat templates",
+    "generation": "generation settings",
+    "code": "code, which is never run",
+}
+
+
 def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
+    """Print what an adapter holds."""
     config = adapter.config
     if not adapter.modules or adapter.opaque:
         form = config.title
@@ -116,10 +116,13 @@ def _print_adapter(inspection: Inspection, adapter: Adapter) -> None:
 
 def _counted(number: int, noun: str) -> str:
     """`1 module`, `2 modules`."""
-    return f"{number} {noun}{'s' * (number > 1)}"
+    if number > 1:
+        return f"{number} {noun}s"
+    return f"{number} {noun}"
 
 
 def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
+    """Print what LoRA in GGUF holds."""
     count, piece = len(adapter.files), adapter.files[0].piece
     pieces = ""
     if count > 1:
@@ -133,6 +136,7 @@ def _print_gguf(inspection: Inspection, adapter: GgufAdapter) -> None:
 
 
 def _print_model(inspection: Inspection, model: Checkpoint) -> None:
+    """Print what full weights hold."""
     depth = ""
     if inspection.depth is not None:
         depth = f", {inspection.depth} layers"
@@ -143,34 +147,40 @@ def _print_model(inspection: Inspection, model: Checkpoint) -> None:
     _print_tables(inspection)
 
 
-_NUMBERS: dict[str, Callable[[Any], str]] = {"α": "{:g}".format, "s": "{:.6g}".format}
-
-
 def _print_tables(inspection: Inspection) -> None:
     """A table of each kind of part; parts that differ only by their layer share a row, with their size together."""
-    made = []
+    tables = []
     for title, parts in inspection.tables.items():
         layers: dict[tuple[str, ...], list[int]] = {}
         sizes: Counter[tuple[str, ...]] = Counter()
         for part in parts:
-            cells = [_NUMBERS.get(head, _cell)(value) for head, value in part.values.items()]
-            row = (part.name, part.kind, *cells)
-            of_row = layers.setdefault(row, [])
+            row = (part.name, part.kind, *(_cell(head, value) for head, value in part.values.items()))
+            layers.setdefault(row, [])
             if part.layer is not None:
-                of_row.append(part.layer)
+                layers[row].append(part.layer)
             sizes[row] += part.nbytes or 0
 
+        has_sizes = parts[0].nbytes is not None
         heads = [title, "kind", "layers", *parts[0].values]
-        rows = [[*row[:2], format_layers(of_row), *row[2:]] for row, of_row in layers.items()]
-        if parts[0].nbytes is not None:
+        if has_sizes:
             heads.append("size")
-            for row, cells in zip(layers, rows, strict=True):
+        rows: list[list[str]] = []
+        for row, layers_of_row in layers.items():
+            name, kind, *values = row
+            cells = [name, kind, format_layers(layers_of_row), *values]
+            if has_sizes:
                 cells.append(human_bytes(sizes[row]))
-        made.append(table(*heads, rows=rows, left=len(heads)))
-    print_table(*made)
+            rows.append(cells)
+        tables.append(table(*heads, rows=rows, left=len(heads)))
+    print_table(*tables)
 
 
-def _cell(value: Any) -> str:
+def _cell(head: str, value: Any) -> str:
+    """A value as its column shows it."""
+    if head == "α":
+        return f"{value:g}"
+    if head == "s":
+        return f"{value:.6g}"
     if isinstance(value, tuple):
         return " × ".join(map(str, value)) or "–"
     return str(value)
@@ -292,22 +302,17 @@ def convert_command(
             saved_rank=saved_rank, format=format, base_model=base_model, allow_pickle=allow_pickle,
             overwrite=result.overwrite, dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
-    result.report(lambda: _conversion_as_json(conversion), lambda: _print_conversion(conversion))
-
-
-def _conversion_as_json(conversion: Conversion) -> dict[str, Any]:
-    """What --json prints of a conversion."""
-    from dataclasses import asdict
-
-    return {
+    content = {
         "peft_type": conversion.peft_type,
         "pickled": conversion.pickled,
         "relative_error": conversion.relative_error,
         "modules": [asdict(module) for module in conversion.modules],
     }
+    result.report(lambda: content, lambda: _print_conversion(conversion))
 
 
 def _print_conversion(conversion: Conversion) -> None:
+    """Print what kind of adapter was converted, and what its ΔW lost."""
     ranks = sorted({module.rank for module in conversion.modules})
     rank = f"rank {ranks[0]}"
     if len(ranks) > 1:
@@ -374,16 +379,7 @@ def extract_command(
             embeddings=embeddings, dtype=dtype, config_from=config_from, device=device, overwrite=result.overwrite,
             dry_run=result.dry_run, progress=advance,
         )  # fmt: skip
-    result.report(
-        lambda: _extraction_as_json(extraction), lambda: _print_extraction(extraction, max_error), base=base_model
-    )
-
-
-def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
-    """What --json prints of an extraction."""
-    from dataclasses import asdict
-
-    return {
+    content = {
         "relative_error": extraction.error,
         "whole_relative_error": extraction.whole_error,
         "lost_share": extraction.lost_share,
@@ -392,11 +388,28 @@ def _extraction_as_json(extraction: Extraction) -> dict[str, Any]:
         "in_full": list(extraction.in_full),
         "lost": [asdict(parameter) for parameter in extraction.lost],
     }
+    result.report(lambda: content, lambda: _print_extraction(extraction, max_error), base=base_model)
 
 
 def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
-    heads = ("module", "layers", "rank", "‖ΔW‖", "error", "largest")
-    print_rows(*heads, rows=_rows(extraction), left=3)
+    """Print what the adapter holds, what it does not, and a warning if it misses much."""
+    from adapterswap.tools.extraction import Extraction
+
+    # Modules that differ only by their layer share a row.
+    groups: dict[str, list[Extracted]] = {}
+    for module in extraction.modules:
+        name_in_layer = module.name
+        if module.layer is not None:
+            name_in_layer = module.name.partition(f".{module.layer}.")[2]
+        groups.setdefault(name_in_layer, []).append(module)
+
+    rows: list[tuple[str, ...]] = []
+    for name, modules in groups.items():
+        group = Extraction(tuple(modules), (), ())
+        layers = format_layers(module.layer for module in modules if module.layer is not None)
+        largest = max(module.error for module in modules)
+        rows.append((name, layers, group.ranks, f"{group.norm:.4g}", f"{group.error:.4f}", f"{largest:.4f}"))
+    print_rows("module", "layers", "rank", "‖ΔW‖", "error", "largest", rows=rows, left=3)
     note(f"{len(extraction.modules)} modules: relative error of ΔW {extraction.error:.4f} over all of them")
 
     # What the adapter does not hold as LoRA
@@ -417,23 +430,3 @@ def _print_extraction(extraction: Extraction, max_error: float | None) -> None:
             f"Warning: {worst.name} misses {worst.error:.2%} of its ΔW, because of --rank or the "
             "rounding of its factors. Raise --rank, or pass --dtype float32."
         )
-
-
-def _rows(extraction: Extraction) -> list[tuple[str, ...]]:
-    """Modules that differ only by their layer share a row."""
-    from adapterswap.tools.extraction import Extraction
-
-    groups: dict[str, list[Any]] = {}
-    for module in extraction.modules:
-        within = module.name
-        if module.layer is not None:
-            within = within.partition(f".{module.layer}.")[2]
-        groups.setdefault(within, []).append(module)
-
-    rows: list[tuple[str, ...]] = []
-    for name, modules in groups.items():
-        group = Extraction(tuple(modules), (), ())
-        layers = format_layers(module.layer for module in modules if module.layer is not None)
-        largest = max(module.error for module in modules)
-        rows.append((name, layers, group.ranks, f"{group.norm:.4g}", f"{group.error:.4f}", f"{largest:.4f}"))
-    return rows

@@ -24,7 +24,6 @@ from adapterswap.core import words_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from adapterswap.core import Plan
     from adapterswap.experiments.analysis.analysis import Analysis
     from adapterswap.experiments.analysis.suggestion import Suggestion
 
@@ -82,7 +81,8 @@ def analyze_command(
             if as_json:
                 print_json({"dry_run": True, "matrices": counts})
             else:
-                echo(*(f"{name}: {number} matrices" for name, number in counts.items()))
+                for name, number in counts.items():
+                    echo(f"{name}: {number} matrices")
             note_dry_run("measured")
             return
         analysis = analyze(
@@ -128,29 +128,35 @@ def _named(references: tuple[str, ...]) -> dict[str, str]:
 
 def _print_analysis(analysis: Analysis) -> None:
     """Print a row per layer with each expert's change, then a table per pair of experts, and what the numbers are."""
-    columns = []
-    for shares_of in analysis.tables:
-        shares: dict[int, list[float]] = {}
-        for (layer, _), value in shares_of.cells.items():
-            shares.setdefault(layer, []).append(value)
-        columns.append((f"{shares_of.expert}\nrows", {layer: sum(s) / len(s) for layer, s in shares.items()}, ".3f"))
-    columns += [(f"{change.expert}\n‖ΔW‖", change.layer_norms(), ".4g") for change in analysis.changes]
+    # The mean share of changed rows, and the norm of ΔW, of each expert
+    columns: list[tuple[str, Mapping[int, float | None], str]] = []
+    for shares in analysis.tables:
+        by_layer: dict[int, list[float]] = {}
+        for (layer, _), value in shares.cells.items():
+            by_layer.setdefault(layer, []).append(value)
+        means = {layer: sum(values) / len(values) for layer, values in by_layer.items()}
+        columns.append((f"{shares.expert}\nrows", means, ".3f"))
+    for change in analysis.changes:
+        columns.append((f"{change.expert}\n‖ΔW‖", change.layer_norms(), ".4g"))
     for start in range(0, len(columns), _COLUMNS):
         _print_layers("", columns[start : start + _COLUMNS])
 
+    # Each pair of experts
     heads = {"cosine": "cosine", "written": "written", "read": "read", "sign_conflicts": "signs"}
     for pair in analysis.pairs:
-        measured = []
+        measured: list[tuple[str, Mapping[int, float | None], str]] = []
         for key, head in heads.items():
             numbers_of = {layer: numbers[key] for layer, numbers in pair.by_layer().items()}
             measured.append((head, numbers_of, ".3f"))
         _print_layers(" and ".join(pair.experts), measured)
 
+    # What the numbers are, and which of them mean something
     if analysis.threshold is not None:
         above = f"whose mean absolute change is above {analysis.threshold:.3g}"
         note(f"rows: the share of rows {above}, averaged over the matrices of a layer")
     for pair in analysis.pairs:
-        shuffled, outside = pair.shuffled_by_layer(), []
+        shuffled = pair.shuffled_by_layer()
+        outside: list[str] = []
         for layer, numbers in pair.by_layer().items():
             band, cosine = shuffled[layer]["cosine"], numbers["cosine"]
             if band is not None and cosine is not None and not band[0] <= cosine <= band[1]:
@@ -174,8 +180,13 @@ def _print_layers(title: str, columns: Sequence[tuple[str, Mapping[int, float | 
 
     rows: list[list[Any]] = []
     for layer in sorted(layers):
-        cells = [number_text(numbers[layer], form) if layer in numbers else "" for _, numbers, form in columns]
-        rows.append([layer, *cells])
+        row: list[Any] = [layer]
+        for _, numbers, form in columns:
+            cell = ""
+            if layer in numbers:
+                cell = number_text(numbers[layer], form)
+            row.append(cell)
+        rows.append(row)
     print_rows("layer", *(head for head, _, _ in columns), rows=rows, title=title or None)
 
 
@@ -229,7 +240,15 @@ def suggest_command(
         prepared = prepare(
             task_expert, language_expert, base_model, num_layers, files, limit, out_path, overwrite=overwrite
         )
-        _print_texts(prepared.plan, {side: len(rows) for side, rows in prepared.texts.items()}, as_json=as_json)
+        plan = prepared.plan
+        texts = {side: len(rows) for side, rows in prepared.texts.items()}
+        if as_json:
+            print_json({"dry_run": True, "experts": list(plan.experts), "num_layers": plan.num_layers, "texts": texts})
+        else:
+            echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
+            for side, count in texts.items():
+                echo(f"{side}: {count} texts")
+        note_dry_run("measured")
         return
 
     if task_texts is None:
@@ -252,17 +271,6 @@ def suggest_command(
         note_output(out_path)
     elif suggestion.form == "modules":
         note("pass -o recipe.yaml to write a recipe for adapterswap compose")
-
-
-def _print_texts(plan: Plan, texts: dict[str, int], *, as_json: bool) -> None:
-    """Print what a run would measure."""
-    if as_json:
-        print_json({"dry_run": True, "experts": list(plan.experts), "num_layers": plan.num_layers, "texts": texts})
-    else:
-        echo(f"{' and '.join(plan.experts)}: {plan.num_layers} layers")
-        for side, count in texts.items():
-            echo(f"{side}: {count} texts")
-    note_dry_run("measured")
 
 
 def _print_suggestion(suggestion: Suggestion, command: list[str]) -> None:
