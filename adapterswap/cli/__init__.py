@@ -117,6 +117,7 @@ def _quiet(ctx: click.Context, param: click.Parameter, value: bool) -> None:
 
 
 def _verbose(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """The callback of --verbose."""
     ctx.meta[VERBOSE] = value
 
 
@@ -126,15 +127,13 @@ def _add_common_options(command: click.Command) -> None:
         for subcommand in command.commands.values():
             _add_common_options(subcommand)
     elif all(param.name != "quiet" for param in command.params):
-        quiet = "Print only results, warnings and errors."
-        flags = {
-            ("-q", "--quiet"): (_quiet, quiet),
-            ("-v", "--verbose"): (_verbose, "Print more, and the traceback of an error."),
-        }
-        command.params += [
-            click.Option(names, is_flag=True, expose_value=False, callback=callback, help=text)
-            for names, (callback, text) in flags.items()
-        ]
+        flags = (
+            (["-q", "--quiet"], _quiet, "Print only results, warnings and errors."),
+            (["-v", "--verbose"], _verbose, "Print more, and the traceback of an error."),
+        )
+        for names, callback, text in flags:
+            option = click.Option(names, is_flag=True, expose_value=False, callback=callback, help=text)
+            command.params.append(option)
 
 
 def _skip_collection() -> None:
@@ -153,11 +152,16 @@ def _usage(error: click.UsageError) -> str:
         return message
 
     if isinstance(error, click.NoSuchOption):
-        name, word = error.option_name, error.option_name.lstrip("-")
+        name = error.option_name
         flags: list[str] = []
         for param in error.ctx.command.params:
             flags += [flag for flag in param.opts if flag.startswith("--")]
-        near = [flag for flag in flags if word in flag[2:].split("-")] or _most_like(name, flags)
+
+        # Those that have the mistyped name as a word, else those that are like it
+        word = name.lstrip("-")
+        near = [flag for flag in flags if word in flag[2:].split("-")]
+        if not near:
+            near = _most_like(name, flags)
         message = f"No such option {name!r}.{_did_you_mean(near)}"
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
@@ -229,8 +233,11 @@ class _Commands(click.Group):
         """The commands and their help, without importing them as click does."""
         from click.shell_completion import CompletionItem
 
-        named = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
-        return named + click.Command.shell_complete(self, ctx, incomplete)
+        items: list[CompletionItem] = []
+        for name, text in COMMANDS.items():
+            if name.startswith(incomplete):
+                items.append(CompletionItem(name, help=text))
+        return items + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

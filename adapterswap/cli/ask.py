@@ -103,8 +103,10 @@ def ask_command(
         system_instruction=system_instruction,
         enable_thinking=enable_thinking,
     )
+    composition: Plan | str | None = path
+    if plan is not None:
+        composition = plan
     with working("opening the experts"):
-        composition = path if plan is None else plan
         panel = Panel.prepare(composition, settings, base_model=base_model, experts=experts)
     if plan is not None:
         for line in plan.strip.splitlines():
@@ -115,7 +117,11 @@ def ask_command(
     with _seated(panel, device, dtype) as seated:
         if prompts is not None:
             for number, row in _rows(prompts):
-                _answer_row(seated, number, row)
+                try:
+                    reply = seated.reply(row.get("prompt", row.get("messages")))
+                except AdapterswapError as error:
+                    raise error.within(f"line {number}") from None
+                _print_line({**row, "answers": _as_json(reply.answers)})
         elif chat:
             _converse(seated, as_json)
         else:
@@ -136,7 +142,9 @@ def _path_and_prompt(words: tuple[str, ...], prompts: str | None, chat: bool) ->
             if prompts is not None:
                 option = "--prompts"
             raise click.UsageError(f"With {option}, pass only PATH: {words[1]!r} is one argument too many.")
-        return next(iter(words), None), None
+        if words:
+            return words[0], None
+        return None, None
 
     if not words:
         raise click.UsageError("Pass a PROMPT, --prompts FILE or --chat.")
@@ -144,8 +152,9 @@ def _path_and_prompt(words: tuple[str, ...], prompts: str | None, chat: bool) ->
         raise click.UsageError(
             f"Pass PATH and PROMPT; quote a prompt of several words: {words[2]!r} is one argument too many."
         )
-    *path, prompt = words
-    return next(iter(path), None), prompt
+    if len(words) == 2:
+        return words[0], words[1]
+    return None, words[0]
 
 
 def _plan_or_experts(
@@ -224,17 +233,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
     return dict(row)
 
 
-def _answer_row(seated: Seated, number: int, row: dict[str, Any]) -> None:
-    """Print a row with its answers as one line."""
-    prompt = row["prompt"] if "prompt" in row else row["messages"]
-    try:
-        reply = seated.reply(prompt)
-    except AdapterswapError as error:
-        raise error.within(f"line {number}") from None
-    _print_line({**row, "answers": _as_json(reply.answers)})
-
-
 def _print_line(content: Mapping[str, Any]) -> None:
+    """Print a JSON document on one line."""
     is_utf8 = "utf" in (sys.stdout.encoding or "").lower()
     click.echo(visible(json.dumps(content, ensure_ascii=not is_utf8, allow_nan=False)))
 
@@ -258,8 +258,9 @@ def _converse(seated: Seated, as_json: bool) -> None:
                 history.clear()
             continue
         question = {"role": "user", "content": line}
+        conversations = {name: [*history, question] for name, history in histories.items()}
         try:
-            answers = _shown(seated, {name: [*history, question] for name, history in histories.items()}, as_json)
+            answers = _shown(seated, conversations, as_json)
         except AdapterswapError as error:  # for example, a turn that is too long: the conversation continues without it
             print_errors(error.problems, click.get_current_context().command)
             continue
@@ -272,7 +273,9 @@ def _converse(seated: Seated, as_json: bool) -> None:
 def _turns() -> Iterator[str]:
     """What the user types, without empty lines."""
     if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
+        for line in sys.stdin:
+            if line.strip():
+                yield line.strip()
         return
 
     while True:
@@ -295,21 +298,20 @@ def _shown(seated: Seated, prompt: Any, as_json: bool) -> Mapping[str, Answer]:
                 update(answers)
     else:
         *_, answers = seated.stream(prompt)
-        _print_answers(answers)
+
+        # A line for each answer, with its subject in front; further lines of an answer are indented.
+        width = max(map(len, answers), default=0)
+        for name, answer in answers.items():
+            first, *others = answer.text.strip().split("\n")
+            echo(f"{name:{width}}  {first}".rstrip())
+            for line in others:
+                echo(f"{'':{width}}  {line}".rstrip())
 
     cut = [name for name, answer in answers.items() if not answer.ended]
     if cut and not as_json:
         most = seated.panel.settings.max_new_tokens
         note(f"cut at --max-new-tokens {most}, or where the model's context ends: {', '.join(cut)}")
     return answers
-
-
-def _print_answers(answers: Mapping[str, Answer]) -> None:
-    """A line for each answer, with its subject in front; further lines of an answer are indented."""
-    width = max(map(len, answers), default=0)
-    for name, answer in answers.items():
-        first, *others = answer.text.strip().split("\n")
-        echo(f"{name:{width}}  {first}".rstrip(), *(f"{'':{width}}  {line}".rstrip() for line in others))
 
 
 @contextmanager

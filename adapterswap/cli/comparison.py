@@ -21,9 +21,7 @@ from adapterswap.cli.output import (
 from adapterswap.cli.signature import declare
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from adapterswap.tools.comparison import Comparison, Difference, SavedDifference
+    from adapterswap.tools.comparison import Comparison
     from adapterswap.tools.recorded import Verification
 
 
@@ -90,9 +88,11 @@ def verify_command(
     for remark in verification.notes:
         note(remark)
     if verification.unchecked:
-        options = " and ".join(_WHERE.get(name, f"--expert {name}=PATH") for name in verification.unchecked)
-        names = " and ".join(verification.unchecked)
-        note(f"Not compared: {names}, because no record says which folder it was. Pass {options}.")
+        options = [_WHERE.get(name, f"--expert {name}=PATH") for name in verification.unchecked]
+        note(
+            f"Not compared: {' and '.join(verification.unchecked)}, because no record says which folder it was. Pass "
+            f"{' and '.join(options)}."
+        )
     if not verification.equal and isinstance(verification, Attribution):
         note(f"Error: {path} is not {verification.stated}.")
         sys.exit(1)
@@ -102,6 +102,7 @@ def verify_command(
 
 
 def _print_verification(verification: Verification) -> None:
+    """Print that a result is equal, or a line for each difference."""
     if verification.equal:
         echo(f"equal: {_checked(verification)}")
     for name, file in verification.changed_sources.items():
@@ -165,18 +166,14 @@ def diff_command(
     if as_json:
         print_json(comparison.as_json())
     else:
-        if comparison.modules:
-            heading, rows = "layer", comparison.layers
-            if by_module:
-                heading, rows = "module", comparison.modules
-            _print_differences([*rows, comparison.total], heading)
-        if comparison.saved:
-            _print_saved(comparison.saved)
+        _print_comparison(comparison, by_module=by_module)
     for remark in comparison.remarks:
         note(f"Warning: {remark}")
-    if max_distance is not None and (farther := _farther(comparison, max_distance)):
-        print_errors(f"{line}." for line in farther)
-        sys.exit(1)
+    if max_distance is not None:
+        farther = _farther(comparison, max_distance)
+        if farther:
+            print_errors(f"{line}." for line in farther)
+            sys.exit(1)
 
 
 def _farther(comparison: Comparison, limit: float) -> list[str]:
@@ -193,12 +190,28 @@ def _farther(comparison: Comparison, limit: float) -> list[str]:
     return lines
 
 
-def _print_differences(rows: Iterable[Difference], heading: str) -> None:
-    cells: list[list[str]] = []
-    for row in rows:
-        norms = [f"{norm:.4g}" for norm in row.norms]
-        cells.append([row.name, *norms, _distance_text(row.distance, _NOISE), number_text(row.cosine, ".4f")])
-    print_rows(heading, "‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine", rows=cells)
+def _print_comparison(comparison: Comparison, *, by_module: bool) -> None:
+    """Print a table of ΔW, by layer or by module, and one of the modules that were trained in full."""
+    if comparison.modules:
+        heading, compared = "layer", comparison.layers
+        if by_module:
+            heading, compared = "module", comparison.modules
+        rows: list[list[str]] = []
+        for change in (*compared, comparison.total):
+            norms = [f"{norm:.4g}" for norm in change.norms]
+            distance, cosine = _distance_text(change.distance, _NOISE), number_text(change.cosine, ".4f")
+            rows.append([change.name, *norms, distance, cosine])
+        print_rows(heading, "‖ΔW₁‖", "‖ΔW₂‖", "distance", "cosine", rows=rows)
+
+    if comparison.saved:
+        rows = []
+        for module in comparison.saved:
+            norms = [number_text(value, ".4g") for value in (*module.norms, module.apart)]
+            rows.append([module.name, module.shape, *norms, _distance_text(module.distance)])
+        print_rows("trained in full", "shape", "‖W₁‖", "‖W₂‖", "‖W₁ - W₂‖", "distance", rows=rows, left=2)
+        for module in comparison.saved:
+            if module.remark:
+                echo(f"{module.name}: {module.remark}")
 
 
 def _distance_text(distance: float | None, noise: float = 0.0) -> str:
@@ -206,14 +219,3 @@ def _distance_text(distance: float | None, noise: float = 0.0) -> str:
     if distance is not None and noise < distance < 0.00005:
         return "< 0.0001"
     return number_text(distance, ".4f")
-
-
-def _print_saved(rows: Sequence[SavedDifference]) -> None:
-    cells: list[list[str]] = []
-    for row in rows:
-        numbers = [number_text(value, ".4g") for value in (*row.norms, row.apart)]
-        cells.append([row.name, row.shape, *numbers, _distance_text(row.distance)])
-    print_rows("trained in full", "shape", "‖W₁‖", "‖W₂‖", "‖W₁ - W₂‖", "distance", rows=cells, left=2)
-    for row in rows:
-        if row.remark:
-            echo(f"{row.name}: {row.remark}")

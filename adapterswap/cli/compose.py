@@ -218,7 +218,9 @@ def _print_errors(prepared: Prepared) -> None:
         treatment = "truncated"
     print_errors_of_rank(prepared.errors, treatment)
 
-    largest, name = max(((error, name) for name, error in prepared.errors.items()), default=(0.0, ""))
+    largest, name = 0.0, ""
+    for module, error in prepared.errors.items():
+        largest, name = max((largest, name), (error, module))
     before_rounding = max((module.error for module in prepared.reduced.values()), default=0)
     if form.max_error is not None and before_rounding <= form.max_error < largest:
         note(
@@ -265,11 +267,13 @@ def _copied(merged: Merged) -> int:
     """How many tensors are copied byte for byte."""
     dtypes: dict[str, str] = {}
     for shard in merged.shards:
-        dtypes |= {name: place.dtype for name, place in shard.places.items()}
+        for name, place in shard.places.items():
+            dtypes[name] = place.dtype
 
     copied = 0
     for slot in merged.plan:
-        copied += slot.copied is not None and slot.copied.tensor.dtype == dtypes[slot.name]
+        if slot.copied is not None and slot.copied.tensor.dtype == dtypes[slot.name]:
+            copied += 1
     return copied
 
 
@@ -384,19 +388,17 @@ def export_command(
 
 def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
     """What --json prints of GGUF files."""
-    files = []
+    files: list[dict[str, Any]] = []
     for file in exported.files:
-        files.append(
-            {
-                "name": file.path.name,
-                "layer": file.layer,
-                "kind": file.kind,
-                "layers": list(file.layers),
-                "modules": file.modules,
-                "bytes": file.nbytes,
-            }
-        )
-
+        facts = {
+            "name": file.path.name,
+            "layer": file.layer,
+            "kind": file.kind,
+            "layers": list(file.layers),
+            "modules": file.modules,
+            "bytes": file.nbytes,
+        }
+        files.append(facts)
     return {
         **plan_as_json(prepared.plan),
         "architecture": exported.architecture,

@@ -54,12 +54,15 @@ class MethodName(click.ParamType[str]):
 
 def _parameter_option(parameter: Parameter) -> Option:
     """The option of a method's parameter. `adapterswap methods NAME` shows it instead of every command's help."""
-    kinds: dict[type, Any] = {str: click.Choice(parameter.choices), bool: bool, int: int, float: float}
-    flag, _ = words_of(parameter.name, "")
-    option = Option([flag, parameter.name], type=kinds[parameter.kind], help=parameter_text(parameter))
-    option.metavar = {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
+    kind: Any = parameter.kind
+    metavar: str | None = {bool: "BOOL", int: "N"}.get(parameter.kind, "X")
+    if parameter.kind is str:
+        kind = click.Choice(parameter.choices)
     if parameter.choices:
-        option.metavar = None
+        metavar = None
+
+    flag, _ = words_of(parameter.name, "")
+    option = Option([flag, parameter.name], type=kind, help=parameter_text(parameter), metavar=metavar)
     option.rule, option.listed = parameter.allowed, False
     return option
 
@@ -182,6 +185,7 @@ def composition_from_options(
     """The composition itself; see `plan_from_options`."""
     from adapterswap.core import Composition
 
+    # The fields of a composition that were passed
     known = {*Composition.model_fields, *PARAMETERS}
     fields = {key: value for key, value in options.items() if key in known and value not in (None, ())}
     if not fields.get("allow_negative"):
@@ -312,8 +316,10 @@ def _all_combined(experts: dict[str, str], fields: dict[str, Any]) -> dict[str, 
         raise click.UsageError("Pass a --rule for the experts, or a --method that combines them all.")
     if fields.keys() & {"task_weight", "language_weight"}:
         raise click.UsageError("Put weights into a rule: --rule 'math*2 + swahili'.")
+
+    # A chain counts as one, in place of its adapters.
     chains = fields.get("chains", {})
-    in_chains = {*itertools.chain(*chains.values())}
+    in_chains = set(itertools.chain.from_iterable(chains.values()))
     names = [*chains, *(name for name in experts if name not in in_chains)]
     if fields["method"] != "soup":
         return {**fields, "task": names, "language": [BASE]}
@@ -345,6 +351,7 @@ def _more_parameters(settings: tuple[str, ...], fields: dict[str, Any]) -> dict[
 
 
 def _name_experts(tasks: tuple[str, ...], languages: tuple[str, ...]) -> dict[str, Any]:
+    """The experts of both sides by name, and the names of each side; a note says which name is not the folder's."""
     from adapterswap.core import BASE, ExpertName
 
     if BASE in (*tasks, *languages) and os.path.isdir(BASE) and Processes.is_first():

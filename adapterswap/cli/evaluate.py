@@ -46,7 +46,6 @@ from adapterswap.kit.processes import Processes
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from adapterswap.core import Plan
     from adapterswap.experiments.evaluation import EvaluationResult
     from adapterswap.experiments.evaluation.subjects import Evaluation
 
@@ -167,7 +166,12 @@ def evaluate_command(
     from adapterswap.core import choose_device
     from adapterswap.experiments.evaluation.subjects import Evaluation
 
-    plan = _plan(base_model, adapter, recipe, request)
+    plan = None
+    is_composition = recipe or not all(value in (None, ()) or value is False for value in request.values())
+    if is_composition:
+        if adapter:
+            raise click.UsageError("Pass either --adapter or a composition, not both.")
+        plan = plan_from_options(request, recipe=recipe, base_model=base_model)
     only_with("a composition", plan, "max_rank", "max_error")
     if compare_engines:
         settings = replace(settings, engine="vllm")
@@ -233,15 +237,6 @@ def evaluate_command(
         note_output(out_path)
 
 
-def _plan(base_model: str, adapter: str | None, recipe: str | None, options: dict[str, Any]) -> Plan | None:
-    """The requested composition, or None."""
-    if not recipe and all(value in (None, ()) or value is False for value in options.values()):
-        return None
-    if adapter:
-        raise click.UsageError("Pass either --adapter or a composition, not both.")
-    return plan_from_options(options, recipe=recipe, base_model=base_model)
-
-
 def _phase(step: str) -> None:
     """Print the step that begins, in one process only."""
     if Processes.is_first():
@@ -291,8 +286,7 @@ def _compare(prepared: Evaluation, device: str, dtype: str, as_json: bool) -> No
 def _print(result: EvaluationResult) -> None:
     """Print a table for each set of tasks with the same scores, with a row per task."""
     for tasks in result.by_scores():
-        columns = [(score.metric, score.filter) for score in tasks[0].scores]
-        heads = [f"{metric}\n{name}".removesuffix("\nnone") for metric, name in columns]
+        heads = [f"{score.metric}\n{score.filter}".removesuffix("\nnone") for score in tasks[0].scores]
         rows: list[list[Any]] = []
         for task in tasks:
             shots = number_text(task.num_fewshot, "d", missing="differ")

@@ -29,16 +29,32 @@ def methods_command(name: Annotated[str, MethodName()] | None = None, *, as_json
         adapterswap methods
         adapterswap methods ties
     """
-    methods = all_methods() if name is None else {name: find_method(name)}
+    # One method
+    if name is not None:
+        method = find_method(name)
+        if as_json:
+            print_json({name: _as_json(method)})
+        else:
+            _print(method)
+        return
+
+    # All of them
+    methods = all_methods()
     if as_json:
-        print_json({key: _as_json(method) for key, method in methods.items()})
-    elif name is not None:
-        _print(methods[name])
-    else:
-        _print_all(methods)
+        print_json({key: _as_json(each) for key, each in methods.items()})
+        return
+    rows: list[tuple[str, ...]] = []
+    for key, each in methods.items():
+        parameters = ", ".join(parameter.name for parameter in each.parameters)
+        rows.append((key, each.in_adapters, parameters or "–", each.reference))
+    print_rows("method", "in an adapter", "parameters", "reference", rows=rows, left=4)
+    echo("")
+    for key, each in methods.items():
+        echo(f"{key}: {each.formula}")
 
 
 def _as_json(method: Method) -> dict[str, Any]:
+    """A method as plain data."""
     defaults: dict[str, Any] = {}
     for parameter in method.parameters:
         defaults[parameter.name] = None
@@ -74,14 +90,3 @@ def _print(method: Method) -> None:
         if method.is_built_in and parameter.has_option:
             flag, _ = words_of(parameter.name, "")
         echo(f"{flag:<25}{parameter_text(parameter)}  ({parameter.allowed})")
-
-
-def _print_all(methods: dict[str, Method]) -> None:
-    rows: list[tuple[str, ...]] = []
-    for name, method in methods.items():
-        parameters = ", ".join(parameter.name for parameter in method.parameters)
-        rows.append((name, method.in_adapters, parameters or "–", method.reference))
-    print_rows("method", "in an adapter", "parameters", "reference", rows=rows, left=4)
-    echo("")
-    for name, method in methods.items():
-        echo(f"{name}: {method.formula}")

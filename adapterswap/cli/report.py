@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 _WIDTH = 140  # characters, without a terminal
-_PAPERS = 9  # the column of their mean
-_LEAST = (9, 8, 7, 2, 4)  # papers' mean, all languages, English, min, max: the first to drop on a narrow terminal
+_MINIMUM, _MAXIMUM, _ENGLISH, _ALL, _PAPERS = 2, 4, 7, 8, 9  # places of columns
+_LEAST = (_PAPERS, _ALL, _ENGLISH, _MINIMUM, _MAXIMUM)  # the first to drop on a narrow terminal
 
 
 @declare("report")
@@ -84,11 +84,15 @@ def report_command(
     from adapterswap.kit.errors import ArgumentError
     from adapterswap.kit.files.text import expand
 
+    # Where to write: by default beside the run, with `-report` after its name
     target: Path | None = None
     if out_path:
         target = expand(out_path)
     elif len(runs) == 1:
-        target = _default_out_path(runs[0])
+        run = expand(runs[0])
+        if run.name in ("", ".."):
+            run = run.resolve()  # `.` has no name to add -report to
+        target = run.with_name(f"{run.name}-report")
     elif not dry_run:
         raise ArgumentError(
             "`out_path` is required for a report of several runs", "Pass the folder to write", parameter="out_path"
@@ -117,16 +121,6 @@ def report_command(
         for kind, reason in results.lacking_figures.items():
             note(f"No figure {kind}: {reason}")
         note_output(figures, "PDF, SVG, PNG and figures.json", dry_run=dry_run)
-
-
-def _default_out_path(run: str | Path) -> Path:
-    """The default folder of a run's report: beside the run, with `-report` after its name."""
-    from adapterswap.kit.files.text import expand
-
-    folder = expand(run)
-    if folder.name in ("", ".."):
-        folder = folder.resolve()  # `.` has no name to add -report to
-    return folder.with_name(f"{folder.name}-report")
 
 
 def _names(options: tuple[str, ...]) -> list[str] | None:
@@ -199,46 +193,53 @@ def _table(report: Report, target: Target, width: int) -> tuple[Table, list[str]
     """A target's table with the columns that fit, and the heads of the others; the least important go first."""
     from rich.cells import cell_len
 
-    # Columns that only some reports have
-    extra: dict[str, str] = {}
-    for head, name in {"other tasks": "understanding", "in language": "fidelity"}.items():
-        if any(getattr(row, name) is not None for row in target.rows):
-            extra[head] = name
-    reduced = any(row.relative_error is not None for row in target.rows)
+    # The columns that every report has, each with its head
+    heads = ["method", report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all",
+             "papers' mean"]  # fmt: skip
+    lines = [heads, *(_cells(row) for row in target.rows)]
+    columns = [list(column) for column in zip(*lines, strict=True)]
 
-    lines = [["method", report.units, "min", "mean", "max", f"minus {report.reference}", "95 %", "English", "all",
-              "papers' mean", *extra]]  # fmt: skip
-    lines += [[*_cells(row), *(number_text(getattr(row, name)) for name in extra.values())] for row in target.rows]
-    if reduced:
+    # Those that only some reports have
+    understanding = [row.understanding for row in target.rows]
+    fidelity = [row.fidelity for row in target.rows]
+    errors = [row.relative_error for row in target.rows]
+    for head, values in (("other tasks", understanding), ("in language", fidelity)):
+        if any(value is not None for value in values):
+            columns.append([head, *map(number_text, values)])
+    if any(error is not None for error in errors):
         from adapterswap.core import error_text
 
-        lines[0].append("ΔW error")
-        for line, row in zip(lines[1:], target.rows, strict=True):
-            line.append("–" if row.relative_error is None else error_text(row.relative_error))
+        column = ["ΔW error"]
+        for error in errors:
+            cell = "–"
+            if error is not None:
+                cell = error_text(error)
+            column.append(cell)
+        columns.append(column)
 
-    columns = [list(column) for column in zip(*lines, strict=True)]
-    for place in (2, 4):
-        if not any(row.spread and row.spread.units > 1 for row in target.rows):
-            columns[place] = []  # one unit has no minimum and maximum beside its mean
+    # One unit has no minimum and maximum beside its mean. Where nothing was selected, the papers' mean is the mean.
+    unneeded: set[int] = set()
+    if not any(row.spread and row.spread.units > 1 for row in target.rows):
+        unneeded.update((_MINIMUM, _MAXIMUM))
     if not target.chosen:
-        columns[_PAPERS] = []  # nothing was selected, so it is the mean again
+        unneeded.add(_PAPERS)
+    shown = {place: column for place, column in enumerate(columns) if place not in unneeded}
 
-    left_out = []
+    left_out: list[str] = []
     for place in _LEAST:
-        if not columns[place]:
+        if place not in shown:
             continue
-        if sum(2 + max(map(cell_len, column)) for column in columns if column) <= width:
+        if sum(2 + max(map(cell_len, column)) for column in shown.values()) <= width:
             break
-        left_out.append(columns[place][0])
-        columns[place] = []
+        left_out.append(shown.pop(place)[0])
 
-    heads, *rows = zip(*filter(None, columns), strict=True)
+    shown_heads, *rows = zip(*shown.values(), strict=True)
     documents = f"{target.report} documents{target.of_groups}"
-    return table(*heads, rows=rows, title=f"{report.labels.task(target.task)}, {documents}"), left_out
+    return table(*shown_heads, rows=rows, title=f"{report.labels.task(target.task)}, {documents}"), left_out
 
 
 def _cells(row: MethodRow) -> list[str]:
-    """The cells that every report has."""
+    """The cells of a row that every report has."""
     units = f"{len(row.chosen)}"
     if len(row.chosen) != row.expected:
         units += f" of {row.expected}"
@@ -258,8 +259,18 @@ def _cells(row: MethodRow) -> list[str]:
     papers = None
     if row.papers:
         papers = row.papers.mean
-    others = map(number_text, (row.english, row.all_languages, papers))
-    return [row.label, units, *map(number_text, (minimum, mean, maximum)), difference, interval, *others]
+    return [
+        row.label,
+        units,
+        number_text(minimum),
+        number_text(mean),
+        number_text(maximum),
+        difference,
+        interval,
+        number_text(row.english),
+        number_text(row.all_languages),
+        number_text(papers),
+    ]
 
 
 def _signed(value: float) -> str:

@@ -117,7 +117,9 @@ def serve_command(
         for name in manifest.allow or ():
             pieces.scales(name)  # an allowed name must not fail later
         opened = {name: pieces.open(name) for name in manifest.adapters}
-        warned = [*pieces.unchecked, *filter(None, [llama.remark])]
+        warned = list(pieces.unchecked)
+        if llama.remark:
+            warned.append(llama.remark)
         _show(llama, pieces, opened, warned, _of_llama(llama, pieces), started=not dry_run, as_json=as_json)
         if dry_run:
             note_dry_run("started")
@@ -178,8 +180,13 @@ class _Shown(NamedTuple):
 def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adapter]) -> _Shown:
     """What a dry run shows of vLLM."""
     limit, rank, loras = composer.manifest.max_compositions, launch.max_lora_rank, launch.max_loras
-    facts = {"environment": dict(launch.env), "base": {"name": launch.served_name, "num_layers": composer.num_layers}}
-    facts |= {"max_compositions": limit, "max_lora_rank": rank, "max_loras": loras}
+    facts = {
+        "environment": dict(launch.env),
+        "base": {"name": launch.served_name, "num_layers": composer.num_layers},
+        "max_compositions": limit,
+        "max_lora_rank": rank,
+        "max_loras": loras,
+    }
     remarks = [
         f"chosen: rank up to {rank}, {loras} adapters in one batch",
         "The environment and the command, and a request to send once it prints ready:",
@@ -214,6 +221,7 @@ def _show(
     from adapterswap.core.model.sources import Reference
 
     manifest, cache = composer.manifest, composer.cache.root
+
     # Which experts are tasks and which are languages, their names do not say: one of them is always right.
     example = manifest.names[0]
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
@@ -224,7 +232,9 @@ def _show(
 
     briefly = started and not (as_json or is_verbose())
     if briefly:
-        count = f"{len(manifest.experts)} expert{'s' * (len(manifest.experts) > 1)}"
+        count = "1 expert"
+        if len(manifest.experts) > 1:
+            count = f"{len(manifest.experts)} experts"
         base = f"{count} of {shown.facts['base']['name']} ({served})"
         note(f"serving {base} at {launch.url}; metrics at {launch.url}/metrics")
     elif not as_json:

@@ -111,8 +111,13 @@ class Command(click.Command):
         if output is not None and ctx.params["out_path"] is None:
             if not ctx.params["dry_run"]:
                 raise click.MissingParameter(ctx=ctx, param=output)
-            names = (f"out{number or ''}" for number in itertools.count())
-            ctx.params["out_path"] = next(name for name in names if not os.path.lexists(name))
+
+            # A dry run names a path that does not exist: out, out1, out2 …
+            name = "out"
+            numbers = itertools.count(1)
+            while os.path.lexists(name):
+                name = f"out{next(numbers)}"
+            ctx.params["out_path"] = name
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -131,10 +136,13 @@ class Command(click.Command):
                 options[name] = param
 
         for name in sorted(options, key=lambda name: places.get(name, -1)):
-            if getattr(options[name], "listed", True):
-                groups[homes.get(name, "Options")] += filter(None, [options[name].get_help_record(ctx)])
+            if not getattr(options[name], "listed", True):
+                continue
+            record = options[name].get_help_record(ctx)
+            if record is not None:
+                groups[homes.get(name, "Options")].append(record)
         if sum(map(len, groups.values())) <= _FEW:
-            groups = {"Options": [*itertools.chain(*groups.values())]}
+            groups = {"Options": list(itertools.chain.from_iterable(groups.values()))}
 
         for title, records in groups.items():
             if records:
@@ -215,21 +223,26 @@ def _form(hint: Any) -> _Form:
         else:
             hint = next(part for part in get_args(hint) if part is not type(None))
 
-    return _Form(
-        hint,
-        [item for item in more if isinstance(item, click.ParamType)],
-        [item for item in more if isinstance(item, str) and item.startswith("-")],
-        metavar,
-        next((item for item in more if isinstance(item, Options)), None),
-        multiple,
-    )
+    # What was beside it: types of click, flags, or options of its own
+    param_types: list[click.ParamType[Any]] = []
+    flags: list[str] = []
+    options: Options | None = None
+    for item in more:
+        if isinstance(item, click.ParamType):
+            param_types.append(item)
+        elif isinstance(item, str) and item.startswith("-"):
+            flags.append(item)
+        elif isinstance(item, Options) and options is None:
+            options = item
+    return _Form(hint, param_types, flags, metavar, options, multiple)
 
 
 def _parameters(
     function: Callable[..., Any], texts: Mapping[str, str]
 ) -> tuple[list[click.Parameter], Callable[..., Any]]:
     """A function's parameters, and what calls it with their values; `texts` go before its own `Args:`."""
-    hints, texts = get_type_hints(function, include_extras=True), {**_args(function), **texts}
+    hints = get_type_hints(function, include_extras=True)
+    texts = {**_args(function), **texts}
     params: list[click.Parameter] = []
     bundles: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for name, parameter in inspect.signature(function).parameters.items():
@@ -254,7 +267,8 @@ def _parameters(
                 argument = click.Argument([name], type=_type(form), required=required, nargs=-1, metavar=form.metavar)
             params.append(argument)
         else:
-            params.append(_option(name, form, default, texts.get(name, _HELP.get(name, "")), required=required))
+            text = texts.get(name, _HELP.get(name, ""))
+            params.append(_option(name, form, default, text, required=required))
 
     def call(**values: Any) -> Any:
         for name, (make, names) in bundles.items():
@@ -278,12 +292,14 @@ def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, requi
     elif not form.types:
         metavar = metavar or {int: "N", float: "X"}.get(form.kind)
 
+    flags = form.flags or [f"--{name.replace('_', '-')}"]
+    shown_default = default.get("default")
     option = Option(
-        [*(form.flags or [f"--{name.replace('_', '-')}"]), name],
+        [*flags, name],
         type=kind,
         is_flag=is_flag,
         multiple=form.multiple,
-        show_default=not any(default.get("default") is value for value in (None, False)),
+        show_default=shown_default is not None and shown_default is not False,
         required=required and not names_output,
         metavar=metavar,
         help=text,
@@ -330,7 +346,7 @@ def _lines(section: re.Pattern[str], function: Callable[..., Any]) -> str:
 
 
 def _args(function: Callable[..., Any]) -> dict[str, str]:
-    """The texts of `Args:` by parameter."""
+    """The texts of `Args:` by parameter, each on one line."""
     entries = re.findall(r"^(\w+): (.*(?:\n[ \t]+.*)*)", _lines(_ARGS, function), flags=re.MULTILINE)
     return {name: re.sub(r"\n\s+", " ", text) for name, text in entries}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,12 +139,16 @@ def sweep_command(
     if experts or rules:
         sweep_recipe = sweep_recipe.with_rules(named_experts(experts), parsed_rules(rules))
 
+    # A registration writes one file, and no results.
+    results_path: str | None = out_path
+    if freeze:
+        results_path = None
     with working("reading experts and tasks", shown=Processes.is_first()):
         prepared = prepare(
             sweep_recipe,
             confirm_run_unsafe_code=confirm_run_unsafe_code,
             trust_task_code=trust_task_code,
-            out_path=None if freeze else out_path,  # a registration writes one file, and no results
+            out_path=results_path,
             overwrite=overwrite,
         )
     if Processes.is_first():
@@ -158,7 +162,12 @@ def sweep_command(
             content = Preregistration.freeze(
                 prepared, out_path, reference=reference, methods=list(methods) or None, dry_run=dry_run
             )
-            _print_registration(content, dry_run=dry_run, as_json=as_json)
+            sha256 = content["sha256"]
+            if as_json:
+                cells = len(content["sweep"]["cells"])
+                print_json({"dry_run": dry_run, **content["comparison"], "cells": cells, "sha256": sha256})
+            else:
+                echo(sha256)
             note_output(out_path, "preregistration.json; publish its hash before you run the sweep", dry_run=dry_run)
         return
 
@@ -166,8 +175,15 @@ def sweep_command(
         choose_device(device)  # is it there?
         expected = Estimate.of(prepared, out_path, overwrite=overwrite, tokens_per_second=tokens_per_second)
         if Processes.is_first():
+            # The compositions that are rules are shown by their strips.
             strips = [(name, plan.strip) for name, plan in prepared.by_rules]
-            _print_dry_run(expected, strips, as_json=as_json)
+            if as_json:
+                print_json({"dry_run": True, **expected.as_json(), "strips": dict(strips)})
+            else:
+                _print_estimate(expected)
+                for name, strip in strips:
+                    echo("", name, *strip.splitlines())
+            note_dry_run("evaluated")
         return
 
     with (
@@ -199,26 +215,6 @@ def sweep_command(
     if run.given_up:
         note(f"{len(run.given_up)} cells were given up before all their documents were evaluated")
     note_output(out_path, f"to see the results, run adapterswap report {out_path}")
-
-
-def _print_registration(content: Mapping[str, Any], *, dry_run: bool, as_json: bool) -> None:
-    """Print the hash of what was registered; with --json, also what will be compared."""
-    if not as_json:
-        echo(content["sha256"])
-        return
-    cells = len(content["sweep"]["cells"])
-    print_json({"dry_run": dry_run, **content["comparison"], "cells": cells, "sha256": content["sha256"]})
-
-
-def _print_dry_run(expected: Estimate, strips: Sequence[tuple[str, str]], *, as_json: bool) -> None:
-    """Print what would be evaluated, and the strips of compositions that are rules, by their names."""
-    if as_json:
-        print_json({"dry_run": True, **expected.as_json(), "strips": dict(strips)})
-    else:
-        _print_estimate(expected)
-        for name, strip in strips:
-            echo("", name, *strip.splitlines())
-    note_dry_run("evaluated")
 
 
 @contextmanager
@@ -303,7 +299,7 @@ def _engine_text(engine: dict[str, Any]) -> str:
     """What vLLM reserves for adapters."""
     if not engine["highest_rank"]:
         return "no adapters"
-    ((cell, rank),) = engine["highest_rank"].items()
+    [(cell, rank)] = engine["highest_rank"].items()
     megabytes = 2 * engine["slots"] / 2**20  # two bytes a number
     return (
         f"max_lora_rank {engine['max_lora_rank']} (rank {rank} in {cell}), max_loras {engine['max_loras']}: slots of "
