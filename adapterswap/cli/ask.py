@@ -117,8 +117,11 @@ def ask_command(
     with _seated(panel, device, dtype) as seated:
         if prompts is not None:
             for number, row in _rows(prompts):
+                question: Any = row.get("prompt")
+                if question is None:
+                    question = row["messages"]
                 try:
-                    reply = seated.reply(row.get("prompt", row.get("messages")))
+                    reply = seated.reply(question)
                 except AdapterswapError as error:
                     raise error.within(f"line {number}") from None
                 _print_line({**row, "answers": _as_json(reply.answers)})

@@ -399,6 +399,7 @@ def _gguf_as_json(prepared: PreparedGguf, exported: Exported) -> dict[str, Any]:
             "bytes": file.nbytes,
         }
         files.append(facts)
+
     return {
         **plan_as_json(prepared.plan),
         "architecture": exported.architecture,

@@ -187,6 +187,7 @@ def _of_vllm(launch: Launch, composer: NamedComposer, experts: Mapping[str, Adap
         "max_lora_rank": rank,
         "max_loras": loras,
     }
+
     remarks = [
         f"chosen: rank up to {rank}, {loras} adapters in one batch",
         "The environment and the command, and a request to send once it prints ready:",

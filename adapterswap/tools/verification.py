@@ -251,8 +251,8 @@ def _named(record: CompositionRecord, by_role: Mapping[str, Sequence[str | Path]
     named: dict[str, str | Path] = {}
     for parameter, paths in by_role.items():
         # The recorded names of the role: one, or a list in which the base has no path
-        recorded = composition.get(parameter.removesuffix("_expert")) or []
-        names = [recorded]
+        recorded: Any = composition.get(parameter.removesuffix("_expert")) or []
+        names: list[str] = [recorded]
         if not isinstance(recorded, str):
             names = [name for name in recorded if name != BASE]
 
