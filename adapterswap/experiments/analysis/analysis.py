@@ -81,6 +81,7 @@ class Analysis:
 
     def as_json(self) -> dict[str, Any]:
         """Everything as plain data, as `adapterswap analyze --json` prints it."""
+        # What each expert changed
         experts: dict[str, Any] = {}
         for table in self.tables:
             cells = []
@@ -101,28 +102,31 @@ class Analysis:
                 "modules": matrices_changed,
             }
 
+        # How the changes of each pair compare
         pairs = []
         for pair in self.pairs:
             matrices_shared = {}
             for module in pair.modules:
+                sign_conflicts = None
+                if module.elements:
+                    sign_conflicts = module.conflicts / module.elements
                 matrices_shared[module.matrix.name] = {
                     "cosine": module.cosine,
                     "written": module.written,
                     "read": module.read,
                     "by_chance": list(module.by_chance),
-                    "sign_conflicts": module.conflicts / module.elements if module.elements else None,
+                    "sign_conflicts": sign_conflicts,
                 }
-            pairs.append(
-                {
-                    "experts": list(pair.experts),
-                    "shared_start": pair.shared_start,
-                    "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
-                    "shuffled": {str(layer): bands for layer, bands in pair.shuffled_by_layer().items()},
-                    "cosine": pair.cosine,
-                    "shuffled_cosine": pair.shuffled_cosine,
-                    "modules": matrices_shared,
-                }
-            )
+            facts = {
+                "experts": list(pair.experts),
+                "shared_start": pair.shared_start,
+                "layers": {str(layer): numbers for layer, numbers in pair.by_layer().items()},
+                "shuffled": {str(layer): bands for layer, bands in pair.shuffled_by_layer().items()},
+                "cosine": pair.cosine,
+                "shuffled_cosine": pair.shuffled_cosine,
+                "modules": matrices_shared,
+            }
+            pairs.append(facts)
 
         return {"experts": experts, "captions": self.captions(), "remarks": list(self.remarks), "pairs": pairs}
 
@@ -201,7 +205,9 @@ class Analysis:
     ) -> dict[str, int]:
         """How many matrices of each expert `analyze` would measure; the arguments are `analyze`'s. Reads no tensors."""
         opened = open_experts(experts)
-        base = None if base_model is None else open_checkpoint(base_model)
+        base = None
+        if base_model is not None:
+            base = open_checkpoint(base_model)
         if out_path is not None:
             ANALYSIS.check(out_path, overwrite=overwrite, inputs=inputs_of(opened, base))
         return {name: len(matrices(expert, base)) for name, expert in under_stored_names(opened, base).items()}
@@ -250,7 +256,10 @@ def analyze(
         )
     STYLE.inches(column_width)
     opened = open_experts(experts)
-    base = open_checkpoint(base_model) if isinstance(base_model, str | Path) else base_model
+    if isinstance(base_model, str | Path):
+        base: Checkpoint | None = open_checkpoint(base_model)
+    else:
+        base = base_model
     opened = under_stored_names(opened, base)
     inputs = inputs_of(opened, base)
     if out_path is not None:
@@ -308,7 +317,9 @@ def open_experts(experts: Mapping[str, Expert | str | Path]) -> dict[str, Expert
                     "Use printable characters without slashes",
                     parameter="experts",
                 )
-            opened[name] = expert if isinstance(expert, Adapter | Checkpoint) else open_expert(expert)
+            if isinstance(expert, str | Path):
+                expert = open_expert(expert)
+            opened[name] = expert
     problems.raise_if_any()
     return opened
 

@@ -63,24 +63,33 @@ class Changes:
         for change in self.modules:
             if change.matrix.layer is not None:
                 rows.setdefault((change.matrix.layer, change.matrix.part), []).append(change.rows)
-        cells = {cell: float(np.mean(np.concatenate(magnitudes) > threshold)) for cell, magnitudes in rows.items()}
+
+        cells: dict[tuple[int, str], float] = {}
+        for cell, magnitudes in rows.items():
+            cells[cell] = float(np.mean(np.concatenate(magnitudes) > threshold))
         return FractionTable(self.expert, threshold, cells)
 
     def layer_norms(self, *, relative: bool = False) -> dict[int, float]:
         """‖ΔW‖ of each layer, over all of its matrices; with `relative`, divided by ‖W‖ of the same matrices."""
         norms: dict[int, float] = {}
         for (layer, _), (changed, own) in self.squares(per_kind=False).items():
-            norms[layer] = math.sqrt(changed / own) if relative else math.sqrt(changed)
+            if relative:
+                norms[layer] = math.sqrt(changed / own)
+            else:
+                norms[layer] = math.sqrt(changed)
         return norms
 
     def squares(self, *, per_kind: bool) -> dict[Block, tuple[float, float]]:
         """‖ΔW‖² and ‖W‖² of each block; ‖W‖ of an unknown base is 0."""
         sums: dict[Block, tuple[float, float]] = {}
         for change in self.modules:
-            if change.matrix.layer is not None:
-                block = (change.matrix.layer, change.matrix.source.kind if per_kind else "")
-                changed, own = sums.get(block, (0.0, 0.0))
-                sums[block] = changed + change.norm**2, own + (change.base_norm or 0.0) ** 2
+            if change.matrix.layer is None:
+                continue
+            block = (change.matrix.layer, "")
+            if per_kind:
+                block = (change.matrix.layer, change.matrix.source.kind)
+            changed, own = sums.get(block, (0.0, 0.0))
+            sums[block] = changed + change.norm**2, own + (change.base_norm or 0.0) ** 2
         return sums
 
     @property
@@ -116,7 +125,8 @@ def measure(
         AdapterswapError: see `matrices` and `delta_reader`.
     """
     check_layers(name, expert, base)
-    return Changes(name, tuple(survey({name: expert}, base, progress, norms_only=norms_only).changes[name]))
+    measured = survey({name: expert}, base, progress, norms_only=norms_only)
+    return Changes(name, tuple(measured.changes[name]))
 
 
 def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | None) -> None:
@@ -130,7 +140,10 @@ def check_layers(name: str, expert: Adapter | Checkpoint, base: Checkpoint | Non
             "can be measured",
             "Use experts of a decoder-only model",
         )
-    check_one_list(name, expert.parts if isinstance(expert, Adapter) else expert.parameters)
+    if isinstance(expert, Adapter):
+        check_one_list(name, expert.parts)
+    else:
+        check_one_list(name, expert.parameters)
     if all(matrix.layer is None for matrix in matrices(expert, base).values()):
         raise ExpertError(
             f"{name} changes no matrix in the layers, only outside them", "Use an expert that changes attention or MLPs"
@@ -220,7 +233,9 @@ class Interference:
         if not starts:
             return None
         mean = float(np.mean(starts))
-        return mean if mean > _SHARED_START else None
+        if mean > _SHARED_START:
+            return mean
+        return None
 
     def by_layer(self) -> dict[int, dict[str, float | None]]:
         """By layer: the cosine over all of its matrices, mean overlaps, and the share of conflicting signs."""
@@ -239,7 +254,9 @@ class Interference:
     def shuffled_cosine(self) -> tuple[float, float] | None:
         """The 95 % interval of `cosine` if the second expert is shuffled."""
         modules = [module for module in self.modules if module.matrix.layer is not None]
-        return _band(modules)["cosine"] if modules else None
+        if not modules:
+            return None
+        return _band(modules)["cosine"]
 
     def _layers(self) -> dict[int, list[ModuleInterference]]:
         """The modules of each layer, from the bottom; those outside the layers are left out."""
@@ -300,20 +317,27 @@ def _interval(
     """Where 95 % of a weighted sum of a shuffled number lie, between `lowest` and 1; None without weights."""
     if weights is None:
         return None
-    nulls = [module.shuffled[key] for module in modules]
-    mean = math.fsum(weight * null.mean for weight, null in zip(weights, nulls, strict=True))
-    variance = math.fsum(weight**2 * null.variance for weight, null in zip(weights, nulls, strict=True))
-    half = _NORMAL * math.sqrt(variance)
+    means: list[float] = []
+    variances: list[float] = []
+    for module, weight in zip(modules, weights, strict=True):
+        shuffled = module.shuffled[key]
+        means.append(weight * shuffled.mean)
+        variances.append(weight**2 * shuffled.variance)
+
+    mean = math.fsum(means)
+    half = _NORMAL * math.sqrt(math.fsum(variances))
     return max(lowest, mean - half), min(1.0, mean + half)
 
 
 def _together(modules: list[ModuleInterference]) -> dict[str, float | None]:
     """The numbers of several modules: their cosine, mean overlaps, and the share of conflicting signs."""
+    sign_conflicts = None
     elements = sum(module.elements for module in modules)
-    conflicts = sum(module.conflicts for module in modules)
+    if elements:
+        sign_conflicts = sum(module.conflicts for module in modules) / elements
     return {
         "cosine": _cosine(modules),
         "written": float(np.mean([module.written for module in modules])),
         "read": float(np.mean([module.read for module in modules])),
-        "sign_conflicts": conflicts / elements if elements else None,
+        "sign_conflicts": sign_conflicts,
     }

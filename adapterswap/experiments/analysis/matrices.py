@@ -88,7 +88,9 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
                 continue
             own = base.parameters.get(parameter.name)
             if own is None or own.tensor.shape != parameter.tensor.shape:
-                difference = "lacks it" if own is None else f"has it as {'×'.join(map(str, own.tensor.shape))}"
+                difference = "lacks it"
+                if own is not None:
+                    difference = f"has it as {'×'.join(map(str, own.tensor.shape))}"
                 raise BaseModelError(
                     f"{parameter.name} is {'×'.join(map(str, parameter.tensor.shape))} in {expert.name}, but the base "
                     f"{difference}",
@@ -98,17 +100,25 @@ def matrices(expert: Adapter | Checkpoint, base: Checkpoint | None) -> dict[str,
             if {own.tensor.dtype, parameter.tensor.dtype} <= set(Dtype.FLOATS):
                 sources[parameter.module] = parameter
 
-    by_name = {}
+    found: list[Matrix] = []
     for name, source in sources.items():
-        inside = name if source.layer is None else ModuleName(name).within(source.layer)
-        part = re.sub(r"\.\d+(?=\.|$)", "", inside)
-        last = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
-        place = _ORDER.index(last) if last in _ORDER else len(_ORDER)
-        by_name[name] = Matrix(name, source.layer, part, (source.kind != "attention", place, name), source)
+        name_in_layer = name
+        if source.layer is not None:
+            name_in_layer = ModuleName(name).within(source.layer)
+        part = re.sub(r"\.\d+(?=\.|$)", "", name_in_layer)
+        projection = part.rpartition(".")[2].removesuffix("_proj").removeprefix("c_")
+        place = len(_ORDER)
+        if projection in _ORDER:
+            place = _ORDER.index(projection)
+        found.append(Matrix(name, source.layer, part, (source.kind != "attention", place, name), source))
 
-    # What is outside the layers comes first.
-    ordered = sorted(by_name.values(), key=lambda matrix: (-1 if matrix.layer is None else matrix.layer, matrix.key))
-    return {matrix.name: matrix for matrix in ordered}
+    def layer_and_key(matrix: Matrix) -> tuple[int, tuple[int, int, str]]:
+        """What is outside the layers comes first."""
+        if matrix.layer is None:
+            return -1, matrix.key
+        return matrix.layer, matrix.key
+
+    return {matrix.name: matrix for matrix in sorted(found, key=layer_and_key)}
 
 
 @contextmanager
@@ -132,6 +142,8 @@ def delta_reader(expert: Adapter | Checkpoint, base: Checkpoint | None) -> Itera
                 theirs = Whole.of(matrix.source.path, matrix.source.tensor)
                 own = Whole.of(of_base.path, of_base.tensor)
                 delta = theirs.difference(expert.name, own.read_rows(base.name, files), files)
-                return delta.T if expert.is_transposed(matrix.source.name) else delta
+                if expert.is_transposed(matrix.source.name):
+                    return delta.T
+                return delta
 
         yield read

@@ -20,20 +20,25 @@ if TYPE_CHECKING:
 def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = True) -> str:
     """The caption of `draw_fractions`, with the threshold of every expert."""
     known = {table.expert: f"{table.threshold:.3g}" for table in tables if table.threshold is not None}
+    thresholds = list(known.values())
     if len(known) < len(tables):
         at = "The threshold is that of the source, which does not record it."
-    elif len(known) == 1:
-        at = f"The threshold is {next(iter(known.values()))}."
-    elif len(set(known.values())) == 1:
-        at = f"The threshold is {next(iter(known.values()))} for all experts."
+    elif len(thresholds) == 1:
+        at = f"The threshold is {thresholds[0]}."
+    elif len(set(thresholds)) == 1:
+        at = f"The threshold is {thresholds[0]} for all experts."
     else:
-        at = f"Thresholds: {', '.join(f'{value} ({name})' for name, value in known.items())}."
+        of_experts = [f"{value} ({name})" for name, value in known.items()]
+        at = f"Thresholds: {', '.join(of_experts)}."
 
     scale = ""
-    if len(tables) > 1:
-        scale = ", on one scale for all experts" if one_scale else ", each on its own scale"
-    has_gaps = any(len(table.cells) < len(table.layers) * len(table.modules) for table in tables)
-    hatched = " Hatched: not adapted." if has_gaps else ""
+    if len(tables) > 1 and one_scale:
+        scale = ", on one scale for all experts"
+    elif len(tables) > 1:
+        scale = ", each on its own scale"
+    hatched = ""
+    if any(len(table.cells) < len(table.layers) * len(table.modules) for table in tables):
+        hatched = " Hatched: not adapted."
     return (
         "The share of the rows of each weight matrix whose mean absolute change is above a threshold, by layer (the "
         f"last on top) and kind of matrix. {at} Darker: a larger share{scale}.{hatched}"
@@ -42,8 +47,12 @@ def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = Tru
 
 def describe_norms(experts: int, *, relative: bool) -> str:
     """The caption of `draw_norms`."""
-    of = "‖ΔW‖ / ‖W‖, relative to the base's weights" if relative else "‖ΔW‖"
-    number = "one expert" if experts == 1 else f"{experts} experts"
+    of = "‖ΔW‖"
+    if relative:
+        of = "‖ΔW‖ / ‖W‖, relative to the base's weights"
+    number = f"{experts} experts"
+    if experts == 1:
+        number = "one expert"
     return (
         f"Frobenius norms of the changes of {number}, {of}, by layer; "
         "the attention and MLP matrices of a layer are taken together."
@@ -108,12 +117,15 @@ def draw_fractions(tables: Sequence[FractionTable], width: float, *, one_scale: 
             values[layer, table.modules.index(module)] = value
         for layer, column in np.argwhere(np.isnan(values)).tolist():
             STYLE.hatch_cell(axes, column, layer, zorder=0)
-        most = max(largest) if one_scale else own
+        most = own
+        if one_scale:
+            most = max(largest)
         image = axes.imshow(values, origin="lower", cmap="Greens", vmin=0, vmax=most or 1.0, aspect="auto")
         if not one_scale:
             _bar(figure, image, [axes], "share of rows")
 
-        axes.set_xticks(range(len(table.modules)), [module.rpartition(".")[2] for module in table.modules], rotation=90)
+        labels = [module.rpartition(".")[2] for module in table.modules]
+        axes.set_xticks(range(len(labels)), labels, rotation=90)
         axes.set_yticks(_ticks(len(table.layers)))
         title = STYLE.wrapped(table.expert, int((width - 0.7) / across / 0.07))
         if table.threshold is not None:
@@ -151,7 +163,9 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
     if len(norms) <= _TOGETHER:
         families = [""] * len(norms)
     names = list(dict.fromkeys(families))
-    across = min(len(names), 1 if width < _ABREAST else 3)
+    across = min(len(names), 3)
+    if width < _ABREAST:
+        across = 1
     down = math.ceil(len(names) / across)
     figure = STYLE.figure(width, 0.3 + 1.6 * down + lines * 0.17)
     grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
@@ -159,6 +173,9 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
 
     handles = []
     for (expert, layers), family, look in zip(norms.items(), families, looks, strict=True):
+        marker_size = 2.6
+        if len(layers) > _MANY:
+            marker_size = 1.6
         handles += panels[family].plot(
             list(layers),
             list(layers.values()),
@@ -166,11 +183,14 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
             color=look.colour,
             linestyle=look.line,
             marker=look.marker,
-            markersize=2.6 if len(layers) <= _MANY else 1.6,
+            markersize=marker_size,
             linewidth=1.0,
         )
 
     # The axes are shared: only the lowest panels have layers, and only the first of a row have norms.
+    norm = "‖ΔW‖"
+    if relative:
+        norm = "‖ΔW‖ / ‖W‖"
     for place, (name, axes) in enumerate(panels.items()):
         if name:
             axes.set_title(STYLE.wrapped(name, int(width / across / 0.07)), fontsize=STYLE.small)
@@ -180,7 +200,7 @@ def draw_norms(norms: Mapping[str, Mapping[int, float]], width: float, *, relati
         if is_lowest:
             x = "layer"
         if place % across == 0:
-            y = "‖ΔW‖ / ‖W‖" if relative else "‖ΔW‖"
+            y = norm
         _finish(axes, x, y)
 
     for axes in grid.flat[len(names) :]:
@@ -198,18 +218,22 @@ def draw_interference(pair: Interference, width: float) -> Figure:
     both directions can be seen.
     """
     is_stacked = width < _ABREAST
-    figure = STYLE.figure(width, 4.1 if is_stacked else 1.9)
-    cosine, overlap, signs = figure.subplots(3, 1, sharex=True) if is_stacked else figure.subplots(1, 3)
+    if is_stacked:
+        figure = STYLE.figure(width, 4.1)
+        cosine, overlap, signs = figure.subplots(3, 1, sharex=True)
+    else:
+        figure = STYLE.figure(width, 1.9)
+        cosine, overlap, signs = figure.subplots(1, 3)
     figure.suptitle(STYLE.wrapped(" and ".join(pair.experts), int(width / 0.065)), fontsize=STYLE.text)
 
-    # The bands, of which only the first one has an entry in a legend.
+    # The bands, of which only the first one has an entry in a legend. That of `read` is hatched over that of `written`.
     cosine.axhline(0, color=STYLE.grey, linewidth=0.8)
     shuffled = pair.shuffled_by_layer()
-    for axes, key, pattern in (
-        (cosine, "cosine", ""),
-        (overlap, "written", ""),
-        (overlap, "read", "////"),
-        (signs, "sign_conflicts", ""),
+    for axes, key, label, edge, hatch in (
+        (cosine, "cosine", "shuffled", _BAND, ""),
+        (overlap, "written", "_", _BAND, ""),
+        (overlap, "read", "_", STYLE.grey, "////"),
+        (signs, "sign_conflicts", "_", _BAND, ""),
     ):
         # Half a layer wide to either side, so that a single layer has a band too.
         x: list[float] = []
@@ -226,10 +250,10 @@ def draw_interference(pair: Interference, width: float) -> Figure:
             low,
             high,
             color=_BAND,
-            edgecolor=STYLE.grey if pattern else _BAND,
-            hatch=pattern,
+            edgecolor=edge,
+            hatch=hatch,
             linewidth=0.3,
-            label="shuffled" if axes is cosine else "_",
+            label=label,
             zorder=0,
         )
     cosine.legend()
@@ -242,9 +266,22 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         (overlap, "read", second),
         (signs, "sign_conflicts", first),
     ):
-        values = [float("nan") if numbers[key] is None else numbers[key] for numbers in layers.values()]
-        line = {"color": look.colour, "marker": look.marker, "linestyle": look.line, "markersize": 2.6}
-        axes.plot(list(layers), values, label=key, linewidth=1.0, **line)
+        values: list[float] = []
+        for numbers in layers.values():
+            value = numbers[key]
+            if value is None:
+                value = math.nan  # a gap in the line
+            values.append(value)
+        axes.plot(
+            list(layers),
+            values,
+            label=key,
+            color=look.colour,
+            linestyle=look.line,
+            marker=look.marker,
+            markersize=2.6,
+            linewidth=1.0,
+        )
     if pair.shared_start is not None:
         overlap.set_title("read shows a shared initial A", fontsize=STYLE.small)
     overlap.set_ylim(bottom=0)
@@ -256,8 +293,14 @@ def draw_interference(pair: Interference, width: float) -> Figure:
         bottom, top = axes.get_ylim()
         far = max(middle - bottom, top - middle)
         axes.set_ylim(max(lowest - 0.02, middle - far), min(highest + 0.02, middle + far))
-    for axes, name in ((cosine, "cosine of ΔW"), (overlap, "overlap of subspaces"), (signs, "signs in conflict")):
-        _finish(axes, "" if is_stacked and axes is not signs else "layer", name)
+
+    # Panels one below the other share the layers of the last one.
+    of_upper = "layer"
+    if is_stacked:
+        of_upper = ""
+    _finish(cosine, of_upper, "cosine of ΔW")
+    _finish(overlap, of_upper, "overlap of subspaces")
+    _finish(signs, "layer", "signs in conflict")
     return figure
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -98,7 +98,7 @@ class Suggestion:
 
 def importance_of_weights(task: Changes, language: Changes, num_layers: int) -> Importance:
     """Shares of ‖ΔW‖² (Frobenius), which add up over matrices."""
-    shares = []
+    shares: list[dict[Block, float]] = []
     for changes in (task, language):
         squares = {block: square for block, (square, _) in changes.squares(per_kind=True).items()}
         total = sum(squares.values())
@@ -174,9 +174,11 @@ def _by_modules(importance: Importance) -> Suggestion:
     """Each layer's attention and MLP go to the expert with the larger share."""
     blocks = sorted({*importance.task, *importance.language})
     owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
-    if not owned or len(owned) == len(blocks):
-        whose = "language" if owned else "task"
-        raise ExpertError(f"Everything would go to the {whose} expert", "Check that the experts and their texts differ")
+    remedy = "Check that the experts and their texts differ"
+    if not owned:
+        raise ExpertError("Everything would go to the task expert", remedy)
+    if len(owned) == len(blocks):
+        raise ExpertError("Everything would go to the language expert", remedy)
 
     # A rule for all layers of a kind that the language expert owns; the task expert owns what is left.
     rules, reasons = [], []
@@ -212,7 +214,7 @@ class Prepared(NamedTuple):
 
     plan: Plan
     texts: dict[str, list[str]]
-    inputs: list[str | None]
+    inputs: list[str]
 
 
 def suggest(
@@ -272,8 +274,11 @@ def suggest(
         return suggestion
 
     # The recipe: the reasons as comments, then what `compose` reads, with paths from the recipe's folder.
-    experts = {"task": expert_place(task_expert), "language": expert_place(language_expert)}
-    content: dict[str, Any] = {"experts": {side: from_recipe(place, out_path) for side, place in experts.items()}}
+    experts = {
+        "task": from_recipe(expert_place(task_expert), out_path),
+        "language": from_recipe(expert_place(language_expert), out_path),
+    }
+    content: dict[str, Any] = {"experts": experts}
     if base_model is not None:
         content["base_model"] = from_recipe(str(base_model), out_path)
     content |= suggestion.composition
@@ -288,8 +293,8 @@ def prepare(
     files: Mapping[str, str | Path | None], limit: int, out_path: str | Path | None, *, overwrite: bool,
 ) -> Prepared:  # fmt: skip
     """Check everything, open the experts and read the texts (`files` by side), but no tensors; see `suggest`."""
-    inputs: list[str | None] = [expert_place(task_expert), expert_place(language_expert)]
-    inputs += [None if path is None else str(path) for path in (base_model, *files.values())]
+    inputs = [expert_place(task_expert), expert_place(language_expert)]
+    inputs += [str(path) for path in (base_model, *files.values()) if path is not None]
     if out_path is not None:
         PROPOSAL.check(out_path, overwrite=overwrite, inputs=inputs)
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
@@ -307,13 +312,16 @@ def prepare(
     if limit < 1:
         raise ArgumentError(f"`limit` is {limit}; at least one text is needed", "Pass 1 or more", parameter="limit")
 
-    if BASE in (task_expert, language_expert):
-        raise ArgumentError(
-            f"`{BASE}` means the unchanged base model; suggest compares two experts",
-            f"Pass two adapters; for a folder of that name, write ./{BASE}",
-            parameter="task_expert" if task_expert == BASE else "language_expert",
-        )
-    base = None if base_model is None else str(base_model)
+    for parameter, expert in (("task_expert", task_expert), ("language_expert", language_expert)):
+        if expert == BASE:
+            raise ArgumentError(
+                f"`{BASE}` means the unchanged base model; suggest compares two experts",
+                f"Pass two adapters; for a folder of that name, write ./{BASE}",
+                parameter=parameter,
+            )
+    base = None
+    if base_model is not None:
+        base = str(base_model)
     plan = soup(task_expert, language_expert, num_layers=num_layers, base_model=base)
     plan.check_adapter()
     plan.one_depth("`suggest`")
@@ -340,7 +348,9 @@ def from_recipe(place: str, recipe: str | Path) -> str:
     if here == os.path.realpath(os.curdir) or not os.path.isdir(Path(place)) or os.path.isabs(place):
         return place
     relative = os.path.relpath(os.path.abspath(place), here)
-    return relative if relative.startswith(os.pardir) else os.path.join(os.curdir, relative)
+    if relative.startswith(os.pardir):
+        return relative
+    return os.path.join(os.curdir, relative)
 
 
 def _by_weights(plan: Plan, bars: Bars) -> Importance:
@@ -382,7 +392,9 @@ def read_texts(path: str | Path, limit: int, *, parameter: str = "path") -> list
         raise DataError(f"{path} is not UTF-8", _FILES, parameter=parameter) from None
 
     lines = content.split("\n")  # `splitlines` would cut JSON at U+2028
-    rows = json_lines(lines, _text_of_row) if path.suffix == ".jsonl" else map(str.strip, lines)
+    rows: Iterable[str] = (line.strip() for line in lines)
+    if path.suffix == ".jsonl":
+        rows = json_lines(lines, _text_of_row)
     try:
         texts = list(islice(filter(None, rows), limit))
     except ValueError as error:
@@ -473,9 +485,11 @@ def _batches(tokenizer: Any, texts: Sequence[str], side: str, device: Any) -> It
     encoded.sort(key=len)
 
     for start in range(0, len(encoded), BATCH):
-        rows, masks = [], []
-        longest = len(encoded[start : start + BATCH][-1])
-        for ids in encoded[start : start + BATCH]:
+        batch = encoded[start : start + BATCH]
+        longest = len(batch[-1])
+        rows: list[list[int]] = []
+        masks: list[list[int]] = []
+        for ids in batch:
             padding = [0] * (longest - len(ids))
             rows.append(ids + padding)
             masks.append([1] * len(ids) + padding)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -207,31 +208,41 @@ def survey(
     results: dict[str, _Measured] = {}
     with ExitStack() as stack:
         readers = {name: stack.enter_context(delta_reader(expert, base)) for name, expert in experts.items()}
-        files = stack.enter_context(open_files(base.shards if base else []))
+        files: Mapping[Path, int] = {}
+        if base is not None:
+            files = stack.enter_context(open_files(base.shards))
 
         def measure(name: str) -> _Measured:
             held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
             return _measure(held, readers, _base_norm(name, base, files), norms_only=norms_only)
 
         # Matrices of full checkpoints are large, so one at a time.
-        has_checkpoints = any(isinstance(expert, Checkpoint) for expert in experts.values())
-        measured = map(measure, names) if has_checkpoints else map_in_threads(measure, names)
+        measure_all: Callable[..., Iterable[_Measured]] = map_in_threads
+        if any(isinstance(expert, Checkpoint) for expert in experts.values()):
+            measure_all = map
+        measured = measure_all(measure, names)
         for name, result in zip(names, measured, strict=True):
             results[name] = result
             progress()
 
     # By matrix → by expert and by pair of experts.
-    changes = {}
+    changes: dict[str, list[ModuleChange]] = {}
     for expert, own in matrices_by_expert.items():
-        changes[expert] = [results[name][0][expert] for name in own]
-    meetings = {}
+        changes[expert] = [results[name].changes[expert] for name in own]
+    meetings: dict[tuple[str, str], list[ModuleInterference]] = {}
     for pair in combinations(experts, 2):
-        shared = [results[name][1] for name in matrices_by_expert[pair[0]]]
-        meetings[pair] = [by_pair[pair] for by_pair in shared if pair in by_pair]
+        meetings[pair] = []
+        for name in matrices_by_expert[pair[0]]:
+            if pair in results[name].meetings:
+                meetings[pair].append(results[name].meetings[pair])
     return Survey(changes, meetings)
 
 
-_Measured = tuple[dict[str, ModuleChange], dict[tuple[str, str], ModuleInterference]]
+class _Measured(NamedTuple):
+    """One matrix, by expert that changes it and by pair of these."""
+
+    changes: dict[str, ModuleChange]
+    meetings: dict[tuple[str, str], ModuleInterference]
 
 
 def _measure(
@@ -242,33 +253,41 @@ def _measure(
     couples = list(combinations(deltas, 2))
     for first, second in couples:
         if deltas[first].shape != deltas[second].shape:
-            shapes = " in one expert and ".join("×".join(map(str, deltas[name].shape)) for name in (first, second))
+            shape = "×".join(map(str, deltas[first].shape))
+            other_shape = "×".join(map(str, deltas[second].shape))
             raise ExpertError(
-                f"{held[first].name} is {shapes} in the other", "Compare experts of one base", parameter="experts"
+                f"{held[first].name} is {shape} in one expert and {other_shape} in the other",
+                "Compare experts of one base",
+                parameter="experts",
             )
 
     # The norms of adapters, from the joint core of their factors.
     factors = {expert: delta for expert, delta in deltas.items() if isinstance(delta, Factors)}
     place = {expert: index for index, expert in enumerate(factors)}
-    joint = Joint(list(factors.values())) if factors else None
+    joint: Joint | None = None
     norms: dict[str, float] = {}
-    if joint is not None:
+    if factors:
+        joint = Joint(list(factors.values()))
         for expert, own in place.items():
-            norms[expert] = joint.norm([float(index == own) for index in range(len(place))])
+            coefficients = [0.0] * len(place)
+            coefficients[own] = 1.0
+            norms[expert] = joint.norm(coefficients)
 
     # An entry that overflows or is not finite shows in the norm, and is named when ΔW is formed.
+    changes: dict[str, ModuleChange] = {}
     if norms_only and norms.keys() == deltas.keys() and not couples and max(norms.values()) < _LARGE:
-        return {expert: ModuleChange(held[expert], np.empty(0), norms[expert], base_norm) for expert in held}, {}
+        for expert, matrix in held.items():
+            changes[expert] = ModuleChange(matrix, np.empty(0), norms[expert], base_norm)
+        return _Measured(changes, {})
 
     # What needs the dense ΔW.
     totals, dense_couples = _by_blocks(deltas, held, couples)
-    changes = {}
     for expert, matrix in held.items():
         if expert not in norms:
             norms[expert] = math.sqrt(totals[expert].squares)
         changes[expert] = ModuleChange(matrix, totals[expert].mean_of_rows(), norms[expert], base_norm)
     if not couples:
-        return changes, {}
+        return _Measured(changes, {})
 
     # The subspaces that each ΔW writes into and reads from, in coordinates of the matrix (`full`). Two adapters are
     # compared in the small coordinates that they share, unless another expert is dense.
@@ -282,7 +301,9 @@ def _measure(
             kept = spectrum.sigma > spectrum.sigma[:1].sum() * _NOTHING
             space = spectrum.u[:, kept], spectrum.vt[kept].T
             full[expert] = _singular_vectors(joint, place[expert], delta, space, spectrum.sigma[kept])
-            spaces[expert] = full[expert] if some_dense else space
+            spaces[expert] = space
+            if some_dense:
+                spaces[expert] = full[expert]
             sums[expert] = _sums(delta, norms[expert])
         else:
             assert not isinstance(delta, Factors)
@@ -291,7 +312,7 @@ def _measure(
 
     shuffles = max(2, min(8, _SHUFFLES // len(couples)))
     out, width = next(iter(deltas.values())).shape
-    meetings = {}
+    meetings: dict[tuple[str, str], ModuleInterference] = {}
     for first, second in couples:
         dense = dense_couples[first, second]
         columns, rows = spaces[first]
@@ -319,7 +340,7 @@ def _measure(
             },
             start=_start(deltas[first], deltas[second]),
         )
-    return changes, meetings
+    return _Measured(changes, meetings)
 
 
 class _Totals:
@@ -384,7 +405,9 @@ def _by_blocks(
 
     # Only products with a full checkpoint need the blocks of two experts at once.
     scratch, shared = np.empty(step * wide, np.float32), np.empty(step * wide, np.float32)
-    memory = {expert: np.empty(step * wide, np.float32) if whole else shared for expert in deltas}
+    memory = dict.fromkeys(deltas, shared)
+    if whole:
+        memory = {expert: np.empty(step * wide, np.float32) for expert in deltas}
     true, ones = np.empty(step * wide, np.bool_), np.ones(wide, np.float32)
 
     for (start, stop), (first, last) in product(row_ranges(out, step), row_ranges(width, wide)):
@@ -447,14 +470,19 @@ def _by_blocks(
 def _counted(true: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """At most `_COUNTED` rows as bits, eight columns to a byte, and how many are true in each row and each column."""
     bits = np.packbits(true, axis=1)
-    words = bits.view(np.uint64) if bits.shape[1] % 8 == 0 else bits
+    words: npt.NDArray[np.unsignedinteger] = bits
+    if bits.shape[1] % 8 == 0:
+        words = bits.view(np.uint64)  # eight bytes at a time
     in_rows = np.bitwise_count(words).sum(axis=1, dtype=np.int64)
-    return bits, in_rows, np.add.reduce(true.view(np.uint8), axis=0, dtype=np.uint8).astype(np.int64)
+    in_columns = np.add.reduce(true.view(np.uint8), axis=0, dtype=np.uint8).astype(np.int64)
+    return bits, in_rows, in_columns
 
 
 def _ones(bits: npt.NDArray[np.uint8]) -> int:
     """How many bits are set; eight bytes at a time where that is possible."""
-    words = bits.reshape(-1).view(np.uint64) if bits.size % 8 == 0 else bits
+    words: npt.NDArray[np.unsignedinteger] = bits
+    if bits.size % 8 == 0:
+        words = bits.reshape(-1).view(np.uint64)
     return int(np.bitwise_count(words).sum(dtype=np.int64))
 
 
@@ -489,9 +517,12 @@ def _shuffled_conflict(first: Marginals, second: Marginals) -> Null:
 
 def _base_norm(name: str, base: Checkpoint | None, files: Mapping[Path, int]) -> float | None:
     """‖W‖ of the base's own weight, read in parts; None if the base does not store it in floating point."""
-    own = base.parameters.get(f"{name}.weight") if base else None
-    if base is None or own is None or own.tensor.dtype not in Dtype.FLOATS:
+    if base is None:
         return None
+    own = base.parameters.get(f"{name}.weight")
+    if own is None or own.tensor.dtype not in Dtype.FLOATS:
+        return None
+
     total = 0.0
     for start, stop in row_ranges(math.prod(own.tensor.shape), _STORED):
         part = own.tensor.read_elements(base.name, files[own.path], start, stop).astype(np.float64)
