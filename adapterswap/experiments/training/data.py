@@ -184,7 +184,9 @@ def _draw(source: DatasetSource, stream: Any, counts: SourceCounts, chat: ChatTe
 
     table, counts.read = _attempt(source, draw)
     if not len(table):
-        filtered = f" that `filter` keeps, among {counts.read:,} rows" if source.filter else ""
+        filtered = ""
+        if source.filter:
+            filtered = f" that `filter` keeps, among {counts.read:,} rows"
         raise DataError(
             f"The dataset {source.path} has no rows{filtered} in the split {source.split}",
             "Correct `path` or `split`",
@@ -271,8 +273,10 @@ def _rows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         with open(name, encoding="utf-8-sig", newline="") as file:
             try:
                 separator = SEPARATORS.get(Path(name).suffix)
-                rows = _json_rows(file) if separator is None else csv_rows(file, separator)
-                yield from rows
+                if separator is None:
+                    yield from _json_rows(file)
+                else:
+                    yield from csv_rows(file, separator)
             except ValueError as error:
                 raise ValueError(f"{Path(name).name}: {error}") from None
 
@@ -305,7 +309,10 @@ def _table(names: Sequence[str], split: str, source: DatasetSource) -> Any:
             if key not in columns:
                 columns[key] = [None] * number
         for key, values in columns.items():
-            values.append(row.get(key) if key in needed else None)
+            value = None
+            if key in needed:
+                value = row.get(key)
+            values.append(value)
         number += 1
 
     filtered = {name for key, name in named if key == "filter"}
@@ -778,10 +785,10 @@ def sequences(data: Data, options: TrainingOptions) -> tuple[Any, tuple[int, ...
     from trl import pack_dataset
 
     starts = np.cumsum([0, *data.parts])
-    parts = [
-        pack_dataset(data.train.take(np.arange(begin, end)).dataset(), options.max_length, "bfd")
-        for begin, end in pairwise(starts)
-    ]
+    parts = []
+    for begin, end in pairwise(starts):
+        side = data.train.take(np.arange(begin, end))
+        parts.append(pack_dataset(side.dataset(), options.max_length, "bfd"))
     return datasets.concatenate_datasets(parts), tuple(map(len, parts))
 
 

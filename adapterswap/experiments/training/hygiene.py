@@ -185,7 +185,9 @@ def _numbers(text: str) -> set[str]:
     for numeral in _NUMERAL.findall(text):
         number = ""
         for sign in numeral.replace(",", ""):
-            number += str(int(sign)) if sign.isdecimal() else sign
+            if sign.isdecimal():
+                sign = str(int(sign))
+            number += sign
         numbers.add(number)
     return numbers
 
@@ -206,7 +208,8 @@ class Screen:
         for name in dict.fromkeys(options.overlap):
             with problems.collect():
                 # Only the file's name is kept, because reports must not contain local paths.
-                grams = _SHIPPED[name]() if name in _SHIPPED else _file(folder / expand(name))
+                read_shipped = _SHIPPED.get(name)
+                grams = read_shipped() if read_shipped else _file(folder / expand(name))
                 self._evaluations.append((Path(name).name, grams))
         problems.raise_if_any()
 
@@ -247,7 +250,9 @@ def _texts(path: Path) -> Iterator[str]:
             yield from texts
     elif path.suffix in SEPARATORS:
         for number, row in enumerate(csv_rows(StringIO(content), SEPARATORS[path.suffix])):
-            yield from row.values() if number else (*row, *row.values())  # a table may have no header
+            if number == 0:
+                yield from row  # its names of columns: a table may have no header
+            yield from row.values()
     else:
         yield from content.splitlines()
 
@@ -260,7 +265,10 @@ def _file(path: Path) -> Grams:
     except FileNotFoundError:
         raise NotFoundError(f"hygiene.overlap: {path} does not exist", remedy, parameter="hygiene.overlap") from None
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else reason_of(error)
+        reason = reason_of(error)
+        if isinstance(error, OSError):
+            reason = f"{error.strerror}"
+
         raise DataError(
             f"hygiene.overlap: {path} cannot be read: {reason}", remedy, parameter="hygiene.overlap"
         ) from None

@@ -113,34 +113,44 @@ def examine(recipe: TrainRecipe, base: OpenedBase, *, trust_task_code: bool) -> 
 def _counted(names: list[str], loaded: LoadedTasks) -> list[str]:
     """The tasks and groups with one score each: those named, and the tasks that a pattern or family matches."""
     named = dict.fromkeys(names)
-    groups = [name for name in named if name in loaded.groups]
-    members = set()
-    for name in groups:
-        members |= {task.task_name for task in loaded.groups[name].get_all_tasks()}
-    counted = groups + [name for name in loaded.tasks if name in named or name not in members]
+    counted: dict[str, None] = {}
+    members: set[str] = set()
+    for name in named:
+        if name in loaded.groups:
+            counted[name] = None
+            members.update(task.task_name for task in loaded.groups[name].get_all_tasks())
+    for name in loaded.tasks:
+        if name in named or name not in members:
+            counted[name] = None
 
     # In the recipe's order, and then those that it does not name.
-    return [name for name in named if name in counted] + [name for name in counted if name not in named]
+    in_order = [name for name in named if name in counted]
+    in_order += [name for name in counted if name not in named]
+    return in_order
 
 
 def _metric(name: str, loaded: LoadedTasks, options: SelectionOptions) -> tuple[str, str]:
     """The metric and filter to use for a task or a group."""
     # A group has its tasks' metrics, but only those of which it forms a mean.
     group = loaded.groups.get(name)
-    task = group.get_all_tasks()[0] if group else loaded.tasks[name]
-    metrics = list(task.aggregation())
-    message, remedy = f"selection.tasks: {name} has no score", "Use a task that is scored automatically"
     if group:
+        task = group.get_all_tasks()[0]
         formed = {entry.metric for entry in group.aggregate_metric_list or ()}
-        metrics = [metric for metric in metrics if metric in formed]
+        metrics = [metric for metric in task.aggregation() if metric in formed]
         message, remedy = f"selection.tasks: the group {name} has no overall score", "List its tasks instead"
-    choices = []
+    else:
+        task = loaded.tasks[name]
+        metrics = list(task.aggregation())
+        message, remedy = f"selection.tasks: {name} has no score", "Use a task that is scored automatically"
+    choices: list[tuple[str, str]] = []
     for metric in metrics:
         choices += [(metric, filters.name) for filters in task._filters]
     if not choices:
         raise FieldError(message, remedy, parameter="selection.tasks")
 
-    requested = options.metric.get(name) if isinstance(options.metric, dict) else options.metric
+    requested = options.metric
+    if isinstance(requested, dict):
+        requested = requested.get(name)
     if requested is None:
         for metric, filter_name in choices:
             if _PRIMARY.get(metric) == filter_name:
@@ -187,8 +197,10 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Load earlier scores, and score the last checkpoint if the run ended before that."""
-        rows = self._processes.from_main(self._read(args, state) if self._processes.main else [])
-        self._table = [JudgedCheckpoint(**row) for row in rows]
+        rows: list[dict[str, Any]] = []
+        if self._processes.main:
+            rows = self._read(args, state)
+        self._table = [JudgedCheckpoint(**row) for row in self._processes.from_main(rows)]
         if state.global_step and state.global_step not in {row.step for row in self._table}:
             self._judge_if_due(args, state)
         if self._has_enough(state):
@@ -232,7 +244,9 @@ class CheckpointJudge(TrainerCallback):  # type: ignore[misc]
             return
         began = time.monotonic()
         self._bar.begin(f"evaluating checkpoint {state.global_step}")
-        row = self._judge(state) if self._processes.main else {}
+        row: dict[str, Any] = {}
+        if self._processes.main:
+            row = self._judge(state)
         self._table.append(JudgedCheckpoint(**self._processes.from_main(row)))
         if self._processes.main:
             self._keep(Path(args.output_dir) / f"checkpoint-{state.global_step}")

@@ -73,18 +73,23 @@ def write_weights(
 
     # Round once: the model, and its separate state dict if there is one. An adapter keeps its dtype by default.
     adapted = recipe.adapter.method == "lora"
-    dtype = recipe.adapter.save_dtype or (None if adapted else base.config.dtype)
+    dtype: Any = recipe.adapter.save_dtype or None
+    if dtype is None and not adapted:
+        dtype = base.config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
     if dtype is not None:
-        chosen = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        model.to(chosen)
+        model.to(dtype)
         if weights:
             for name in weights:
-                weights[name] = weights[name].to(chosen)
+                weights[name] = weights[name].to(dtype)
 
     if adapted:
         # The adapter itself saves adapted embeddings; PEFT's check for more would use the network.
         model.save_pretrained(folder, save_embedding_layers=False, state_dict=weights)
-        below = Path(recipe.start.adapter).name if isinstance(recipe.start, ChainStart) else None
+        below = None
+        if isinstance(recipe.start, ChainStart):
+            below = Path(recipe.start.adapter).name
         _tidy_config(folder / "adapter_config.json", base, targets, below)
         (folder / CARD).unlink(missing_ok=True)  # PEFT's card, which contains the base's local path
     else:
@@ -194,10 +199,11 @@ def _card(
     recipe: TrainRecipe, base: OpenedBase, targets: TrainingTargets, report: TrainReport, start: Start | None
 ) -> str:
     """The model card."""
+    library, tags, kind = "peft", "lora, adapterswap", "LoRA"
     if recipe.adapter.method == "none":
         library, tags, kind = "transformers", "adapterswap", "Full-parameter"
-    else:
-        library, tags, kind = "peft", "lora, adapterswap", "rsLoRA" if targets.rslora else "LoRA"
+    elif targets.rslora:
+        kind = "rsLoRA"
 
     # The head, and how it was trained
     lines = ["---", f"library_name: {library}"]
@@ -253,8 +259,10 @@ def _adapter_summary(recipe: TrainRecipe, start: Start | None) -> str:
     parts = []
     if adapter.method == "lora" and (start is None or start.on_top):
         parts.append(f"rank {adapter.r}, alpha {adapter.alpha:g}")
-    if start:
-        parts.append(f"on top of {start.record}" if start.on_top else f"started from {start.record}")
+    if start and start.on_top:
+        parts.append(f"on top of {start.record}")
+    elif start:
+        parts.append(f"started from {start.record}")
 
     if adapter.partition:
         parts.append(f"the {adapter.side} side of partition {adapter.partition}")

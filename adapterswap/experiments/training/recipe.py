@@ -506,12 +506,16 @@ class TrainRecipe(Declared):
     @property
     def stops_early(self) -> int | None:
         """After how many measurements of the validation loss that are no better the run ends; None for never."""
-        return self.validation.early_stopping if self.validation else None
+        if self.validation is None:
+            return None
+        return self.validation.early_stopping
 
     @property
     def judged_by(self) -> SelectionOptions | None:
         """How checkpoints are evaluated; None if they are not."""
-        return self.selection if self.selection and self.selection.tasks else None
+        if self.selection is None or not self.selection.tasks:
+            return None
+        return self.selection
 
     @property
     def folder(self) -> Path:

@@ -163,7 +163,10 @@ def memory(
         intermediate = max(intermediate)
 
     # What the layers keep for the backward pass, and the logits that are computed at once.
-    tokens = options.batch_size // parts * (options.max_length if options.packing else longest)
+    row_length = longest
+    if options.packing:
+        row_length = options.max_length
+    tokens = options.batch_size // parts * row_length
     layer = tokens * size * (_HIDDEN[dtype] * hidden + _INTERMEDIATE * intermediate)
     layers = int(config.num_hidden_layers)
     activations = layers * layer
@@ -182,21 +185,23 @@ def memory(
 
 def _weights(recipe: TrainRecipe, trainable: int, base_parameters: int, size: int) -> dict[str, int]:
     """Bytes of the base's weights, `size` each unless the recipe says otherwise, and of what training adds."""
-    moment = 1 if "8bit" in recipe.training.optimizer else None  # bytes; otherwise as many as a trained weight has
-
-    # Full weights: the gradient and AdamW's two moments come on top of the weights themselves.
+    # AdamW's two moments have as many bytes as a trained weight, or one each.
+    trained = 4  # an adapter is trained in float32
     if recipe.adapter.method == "none":
-        bytes_per_weight = Dtype.BYTES[Dtype.NAMES[recipe.training.weight_dtype]]
-        return {
-            "base": base_parameters * bytes_per_weight,
-            "training": trainable * (bytes_per_weight + 2 * (moment or bytes_per_weight)),
-        }
+        trained = Dtype.BYTES[Dtype.NAMES[recipe.training.weight_dtype]]
+    moment = trained
+    if "8bit" in recipe.training.optimizer:
+        moment = 1
 
-    # An adapter is trained in float32: its weights, their gradients and two moments.
+    # Full weights: the gradient and the moments come on top of the weights themselves.
+    if recipe.adapter.method == "none":
+        return {"base": base_parameters * trained, "training": trainable * (trained + 2 * moment)}
+
+    # An adapter: its weights, their gradients and the moments.
     base = base_parameters * size
     if recipe.quantization:
         base = base_parameters * recipe.quantization.bits // 8
-    return {"base": base, "training": trainable * (4 + 4 + 2 * (moment or 4))}
+    return {"base": base, "training": trainable * (trained + trained + 2 * moment)}
 
 
 @dataclass(frozen=True)

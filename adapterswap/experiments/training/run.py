@@ -139,12 +139,13 @@ def train(
         KeyboardInterrupt: of Ctrl-C, with the step and the checkpoint to continue from as its text.
     """
     recipe = _recipe(recipe, overrides)
-    chosen = out_path if out_path is not None else recipe.out_path
-    if chosen is None:
+    if out_path is None:
+        out_path = recipe.out_path
+    if out_path is None:
         raise ArgumentError(
             "There is no output folder", "Pass `out_path`, or set `out_path:` in the recipe", parameter="out_path"
         )
-    target = expand(chosen)
+    target = expand(out_path)
     _check_output(target, recipe.inputs, resume=resume, overwrite=overwrite)
     check_libraries(recipe)
     judged_by = recipe.judged_by
@@ -171,15 +172,21 @@ def train(
 
         # Without checkpoints, what TRL itself writes goes to the temporary folder.
         saves = bool(recipe.training.save_every_samples)
-        folder = checkpoints.folder if saves else scratch
-        run = _Run(prepared, processes, bar, device=device, dtype=dtype, folder=folder)
-        checkpoint = run.last_checkpoint(checkpoints, resume=resume) if saves else None
+        trainer_folder = scratch
+        if saves:
+            trainer_folder = checkpoints.folder
+        run = _Run(prepared, processes, bar, device=device, dtype=dtype, folder=trainer_folder)
+        checkpoint = None
+        if saves:
+            checkpoint = run.last_checkpoint(checkpoints, resume=resume)
         run.train(checkpoint, checkpoints.folder)
         trainer, report = run.trainer, run.report(target, checkpoint)
 
-        bar.begin("writing")
         # With FSDP each process holds a part of the weights, so all must take part.
-        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+        bar.begin("writing")
+        weights = None
+        if trainer.is_fsdp_enabled:
+            weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if processes.main:
             inputs = [*recipe.inputs, prepared.base.source.folder]
             with (
@@ -242,11 +249,12 @@ def _prepare(
     from adapterswap.experiments.training.start import open_start
     from adapterswap.experiments.training.targets import find_targets
 
-    base = OpenedBase.open(recipe.base_model)
     # A model without weights is enough to report a wrong name before rows and weights are read.
+    base = OpenedBase.open(recipe.base_model)
     model = base.empty_model()
-    start = open_start(recipe.start, base, model, scratch) if recipe.start is not None else None
-    if start:
+    start = None
+    if recipe.start is not None:
+        start = open_start(recipe.start, base, model, scratch)
         base = base.with_companions(start.companions)
     base = with_padding(base)
     targets = find_targets(model, recipe, base.config, start)

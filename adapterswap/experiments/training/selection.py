@@ -94,8 +94,13 @@ class JudgedCheckpoint:
         """A row from scores: task → (metric, value, standard error, whether higher is better)."""
         values, errors = [], []
         for name, value, error, higher_is_better in scores.values():
-            unit = 100 if name.startswith(("bleu", "chrf", "ter")) else 1
-            values.append(value / unit if higher_is_better else -value / unit)
+            unit = 1
+            if name.startswith(("bleu", "chrf", "ter")):
+                unit = 100
+            sign = 1
+            if not higher_is_better:
+                sign = -1
+            values.append(sign * value / unit)
             if error is not None:
                 errors.append(error / unit)
 

@@ -64,11 +64,14 @@ def smaller(config: dict[str, Any], layers: int = LAYERS, *, keep_positions: boo
     small: dict[str, Any] = {}
     token = TOKENS
     for name, value in config.items():
-        limit = next((limit for names, limit in SIZES if re.fullmatch(names, name)), None)
         if name in ("id2label", "label2id", "per_layer_config"):
             continue
+
+        limit = next((limit for names, limit in SIZES if re.fullmatch(names, name)), None)
         if isinstance(value, dict) and (name.endswith("_config") or name in LANGUAGE):
-            depth = LAYERS if name in LANGUAGE and layers == LAYERS else TOWER_LAYERS
+            depth = TOWER_LAYERS
+            if name in LANGUAGE and layers == LAYERS:
+                depth = LAYERS
             value = smaller(value, depth, keep_positions=keep_positions)
         elif name == "head_dim" and value is None and heads is not None:
             value = 8
@@ -84,7 +87,9 @@ def smaller(config: dict[str, Any], layers: int = LAYERS, *, keep_positions: boo
         elif keep_positions and POSITIONS.fullmatch(name):
             pass
         elif isinstance(value, int) and not isinstance(value, bool) and limit is not None:
-            value = layers if limit == LAYERS and "layer" in name and value else min(value, limit)
+            value = min(value, limit)
+            if value and limit == LAYERS and "layer" in name:
+                value = layers
         small[name] = value
     return small
 
@@ -98,14 +103,17 @@ def small_copy(model: Any, *, attention: str | None = None) -> Any | None:
     """
     import torch
 
-    options = {"attn_implementation": attention} if attention else {}
+    options: dict[str, Any] = {}
+    if attention:
+        options["attn_implementation"] = attention
     try:
         content = smaller(model.config.to_dict(), keep_positions=True)
         config = type(model.config).from_dict(content)
         with torch.device("meta"):
-            size = sum(parameter.numel() for parameter in type(model)._from_config(copy.deepcopy(config)).parameters())
-        if size > _LARGEST:
+            without_weights = type(model)._from_config(copy.deepcopy(config))
+        if sum(parameter.numel() for parameter in without_weights.parameters()) > _LARGEST:
             return None
+
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             small = type(model)._from_config(config, **options).float().eval()

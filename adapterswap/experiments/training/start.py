@@ -116,7 +116,9 @@ def _check_kind(adapter: Adapter) -> None:
     # Parts that are no LoRA of a module
     opaque = list(adapter.opaque.values())
     if opaque:
-        more = f" and {len(opaque) - 1} more" if len(opaque) > 1 else ""
+        more = ""
+        if len(opaque) > 1:
+            more = f" and {len(opaque) - 1} more"
         problems.add(
             f"The start is {opaque[0].method} ({opaque[0].name}{more}), and training can only start from LoRA",
             MERGE_INSTEAD,
@@ -142,7 +144,8 @@ def _check_kind(adapter: Adapter) -> None:
 
 def _check_base(adapter: Adapter, base: OpenedBase) -> None:
     """Raise unless the start adapts the base to train on: by its weights if both are known, else by its name."""
-    problems, config = Problems(ExpertError), adapter.config
+    problems = Problems(ExpertError)
+    config = adapter.config
     check_base_weights({"the start": adapter.base_fingerprints}, base.source, {"the start": config.base_reference})
 
     by_weights = bool(adapter.base_fingerprints and base.source.identity)
@@ -154,13 +157,16 @@ def _check_base(adapter: Adapter, base: OpenedBase) -> None:
         )
 
     # The start may name the commit, or the branch or tag that was requested.
-    requested = Reference(base.reference).hub_id
-    revisions = (base.source.revision, requested.revision if requested and requested.revision else "main")
-    if not by_weights and base.source.revision and (config.revision or "main") not in revisions:
+    hub_id = Reference(base.reference).hub_id
+    requested = "main"
+    if hub_id and hub_id.revision:
+        requested = hub_id.revision
+    revision = config.revision or "main"
+    if not by_weights and base.source.revision and revision not in (base.source.revision, requested):
         problems.add(
-            f"The start adapts the revision {config.revision or 'main'} of {config.base_model}, but the recipe trains "
-            f"on {base.source.revision}",
-            f"Set `base_model: {base.source.name}@{config.revision or 'main'}`",
+            f"The start adapts the revision {revision} of {config.base_model}, but the recipe trains on "
+            f"{base.source.revision}",
+            f"Set `base_model: {base.source.name}@{revision}`",
         )
 
     differing = token_clashes(base.source.folder, adapter.source.folder)

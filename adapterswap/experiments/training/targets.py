@@ -70,8 +70,9 @@ def find_targets(model: Any, recipe: TrainRecipe, config: Any, start: Start | No
 
     if recipe.adapter.method == "none":
         return choice.weights()
-    taken_over = start.adapter if start and not start.on_top else None
-    return choice.adapters(taken_over)
+    if start and not start.on_top:
+        return choice.adapters(start.adapter)
+    return choice.adapters(None)
 
 
 class _Targeted:
@@ -88,7 +89,9 @@ class _Targeted:
     def adapters(self, start: Adapter | None) -> TrainingTargets:
         """The modules that get an adapter: those that the recipe names, the start's, or all projections."""
         options = self.options
-        started = sorted(start.modules) if start else []
+        started: list[str] = []
+        if start:
+            started = sorted(start.modules)
         layers = self._layers()
         self._check_start(started)
 
@@ -131,7 +134,9 @@ class _Targeted:
         # LoRA's A is r×in and its B out×r; modules saved in full have all of their parameters.
         parameters = 0
         for name, weight in chosen.items():
-            rank = shapes[name].rank if start else options.r
+            rank = options.r
+            if start:
+                rank = shapes[name].rank
             parameters += rank * (weight.in_features + weight.out_features)
         for name, module in self.model.named_modules():
             if _is_named(name, options.modules_to_save):
@@ -240,7 +245,9 @@ class _Targeted:
                     parameter=parameter,
                 )
         owned = {name: module for name, module in modules.items() if sides.get(name) in trained_sides}
-        return owned, sides if self.simultaneous else {}
+        if not self.simultaneous:
+            return owned, {}
+        return owned, sides
 
     def _is_meant(self, name: str, ends: Sequence[str]) -> bool:
         """Whether `ends` name a module to adapt. One of a vision or audio tower is meant only by its full name: rows of
@@ -333,7 +340,9 @@ class _Targeted:
         for weight in self.adaptable.values():
             tied += map(self.model.get_submodule, weight.tied)
         has_both = any(module is self._head for module in tied) and any(module is embeddings for module in tied)
-        return embeddings if has_both else None
+        if not has_both:
+            return None
+        return embeddings
 
     def _check_start(self, names: Sequence[str]) -> None:
         """Raise if TRL would not apply the start's LoRA to a module, or not train it."""
@@ -368,22 +377,23 @@ class _Targeted:
         head, tied_embeddings = self._head, self._tied_embeddings
 
         for name in names:
-            modules = {full: self.model.get_submodule(full) for full in self.adaptable if self._is_meant(full, [name])}
+            meant = [full_name for full_name in self.adaptable if self._is_meant(full_name, [name])]
+            modules = [self.model.get_submodule(full_name) for full_name in meant]
             field = "adapter.target_modules"
             where = f"{field}: {name!r}"
             if not modules:
                 problems.add(f"{where} does not name a module", f"Choose from {_ends(self.adaptable)}", parameter=field)
-            elif any(module is head for module in modules.values()):
+            elif any(module is head for module in modules):
                 problems.add(
                     f"{where} is the output head, which TRL does not train as LoRA",
                     "Remove it, or put it into adapter.modules_to_save",
                     parameter=field,
                 )
-            elif any(module is tied_embeddings for module in modules.values()):
+            elif any(module is tied_embeddings for module in modules):
                 problems.add(
                     f"{where} is tied to the output head, which would not change with it", "Remove it", parameter=field
                 )
-            elif layers is not None and any(ModuleName(full).layer(self.container) is None for full in modules):
+            elif layers is not None and any(ModuleName(each).layer(self.container) is None for each in meant):
                 problems.add(
                     f"{where} is outside the layers, but adapter.layers selects layers",
                     "Remove one of the two",
@@ -392,7 +402,7 @@ class _Targeted:
 
         everything = dict(self.model.named_modules())
         for name in self.options.modules_to_save:
-            saved = [module for full, module in everything.items() if _is_named(full, [name])]
+            saved = [module for full_name, module in everything.items() if _is_named(full_name, [name])]
             field = "adapter.modules_to_save"
             where = f"{field}: {name!r}"
             if not saved:
@@ -419,10 +429,10 @@ def _shapes(start: Adapter, adapted: Iterable[str], options: AdapterOptions) -> 
     """The rank, α and scale of each module: the start's own, and the recipe's for modules that it does not adapt."""
     wanted = Shape.of_alpha(options.r, options.alpha, options.rslora)
     new = Shape.of_scale(options.r, start.config.rslora, wanted.scale)
-    shapes = {}
-    for name in adapted:
-        module = start.modules.get(name)
-        shapes[name] = new if module is None else Shape(module.rank, module.alpha, module.scale)
+    shapes = dict.fromkeys(adapted, new)
+    for name in shapes.keys() & start.modules.keys():
+        module = start.modules[name]
+        shapes[name] = Shape(module.rank, module.alpha, module.scale)
     return shapes
 
 

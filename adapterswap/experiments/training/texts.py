@@ -60,7 +60,11 @@ def is_chat(source: DatasetSource, *, chat_prompts: bool) -> bool:
 
 def template_columns(columns: Sequence[str], chat: ChatTemplate) -> list[str]:
     """The columns, besides those that the recipe names, that reach a chat template."""
-    return [name for name in TEMPLATE_COLUMNS if name in columns and (name == ARGUMENTS or chat.reads(name))]
+    read = []
+    for name in TEMPLATE_COLUMNS:
+        if name in columns and (name == ARGUMENTS or chat.reads(name)):
+            read.append(name)
+    return read
 
 
 def choose_reader(source: DatasetSource) -> Reader:
@@ -91,7 +95,9 @@ def choose_reader(source: DatasetSource) -> Reader:
 
     def read(row: Row) -> list[tuple[str, str]]:
         prompt_and_completion = pair(row)
-        return [prompt_and_completion] if prompt_and_completion else []
+        if prompt_and_completion is None:
+            return []
+        return [prompt_and_completion]
 
     return read
 
@@ -140,8 +146,12 @@ def choose_renderer(
             "Use the instruct model's tokenizer, or `prompt` and `completion` with chat_template: false",
             parameter="base_model",
         )
-    conversation = _messages(source.messages) if source.messages is not None else _turns(source)
-    return _chat(conversation, chat, {} if unread is None else unread)
+    conversation = _turns(source)
+    if source.messages is not None:
+        conversation = _messages(source.messages)
+    if unread is None:
+        unread = {}
+    return _chat(conversation, chat, unread)
 
 
 def _pairs(source: DatasetSource) -> Callable[[Row], tuple[str, str] | None]:

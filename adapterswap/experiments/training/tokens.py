@@ -105,8 +105,8 @@ class Tokens:
 
         labels = np.where(self.trained, self.ids, np.int32(-100))
         columns = {
-            name: pyarrow.LargeListArray.from_arrays(self.starts, values)
-            for name, values in (("input_ids", self.ids), ("labels", labels))
+            "input_ids": pyarrow.LargeListArray.from_arrays(self.starts, self.ids),
+            "labels": pyarrow.LargeListArray.from_arrays(self.starts, labels),
         }
         return datasets.Dataset(pyarrow.table(columns))
 
@@ -193,9 +193,10 @@ def _encoder(batch: Sequence[Example], tokenizer: Any) -> dict[tuple[bool, str],
     without: list[tuple[bool, str]] = []
     bos = tokenizer.bos_token
     for is_chat, text in texts:
-        begins = bool(bos) and text.startswith(str(bos))
-        alike = without if is_chat or begins else with_special
-        alike.append((is_chat, text))
+        if is_chat or (bos and text.startswith(str(bos))):
+            without.append((is_chat, text))
+        else:
+            with_special.append((is_chat, text))
 
     encoded: dict[tuple[bool, str], list[int]] = {}
     for keys, adds_special in ((with_special, True), (without, False)):

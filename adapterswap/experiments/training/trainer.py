@@ -258,7 +258,7 @@ class ExpertTrainer(SFTTrainer):  # type: ignore[misc]
 
         # The losses of the labels (labels,): with `only_labelled` there are no others.
         losses = -outputs.log_probs.double()
-        losses = losses[0] if losses.shape != labelled.shape else losses[labelled]
+        losses = losses[labelled] if losses.shape == labelled.shape else losses[0]
 
         # [sum of losses, number of labels] of each row (rows, 2)
         by_row = losses.new_zeros(int(row[-1, -1]) + 1, 2)
@@ -452,8 +452,12 @@ def _arguments(
     """TRL's arguments."""
     options = recipe.training
     name, warmup, schedule_options = choose_schedule(options, steps)
-    evaluate_every = recipe.validation.every_samples if recipe.validation else None
-    save_every = evaluate_every if recipe.stops_early else options.save_every_samples
+    evaluate_every = None
+    if recipe.validation:
+        evaluate_every = recipe.validation.every_samples
+    save_every = options.save_every_samples
+    if recipe.stops_early:
+        save_every = evaluate_every
     return SFTConfig(
         output_dir=str(checkpoints),
         # what is computed

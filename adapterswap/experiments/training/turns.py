@@ -192,10 +192,15 @@ class _Rendering:
         answers = {turn for turn, message in enumerate(self._messages) if message["role"] == "assistant"}
         spans: list[Span] = []
         for begin, end in self.whole.blocks:
-            inside = {piece.leaf.message for piece in self.whole.pieces if piece.begin < end and piece.end > begin}
+            inside: set[int] = set()
+            before: list[int] = []
+            for piece in self.whole.pieces:
+                if piece.begin < end and piece.end > begin:
+                    inside.add(piece.leaf.message)
+                if piece.end <= begin:
+                    before.append(piece.leaf.message)
             if not inside:  # the end of the turn whose text comes before, or of an empty one
-                before = [piece.leaf.message for piece in self.whole.pieces if piece.end <= begin]
-                inside = set(before[-1:])
+                inside.update(before[-1:])
             if not inside <= answers:
                 self._refuse(min(inside), "marks with {{% generation %}} what is not the assistant's: the turn {}")
             if inside <= set(turns):
@@ -219,8 +224,12 @@ class _Rendering:
             if not texts:
                 continue
 
-            key = "" if leaf.path[0] == "content" else f"`{leaf.path[0]}` of "
-            part = "a part of " if self._written.any_of(leaf) else ""
+            key = ""
+            if leaf.path[0] != "content":
+                key = f"`{leaf.path[0]}` of "
+            part = ""
+            if self._written.any_of(leaf):
+                part = "a part of "
             remarks[f"the chat template leaves out {part}{key}{role} turns"] = shown(texts[0])
 
         tools = [leaf for leaf in self.whole.leaves if leaf.message == TOOLS and leaf.path[-1] == "name"]
@@ -235,10 +244,14 @@ class _Rendering:
             return True
         if message["role"] != "assistant" or key not in message or not self._chat.names(str(key)):
             return False
-        return not _LABELS.intersection(map(str, leaf.path)) and not any(
-            other.message == leaf.message and other.text == leaf.text and self._written.any_of(other)
-            for other in self.whole.leaves
-        )
+        if _LABELS.intersection(map(str, leaf.path)):
+            return False
+
+        # The same text may be elsewhere in the message, and written there.
+        for other in self.whole.leaves:
+            if other.message == leaf.message and other.text == leaf.text and self._written.any_of(other):
+                return False
+        return True
 
     def _is_elsewhere(self, text: str) -> bool:
         """Whether the template writes a text itself, such as the tags around reasoning that it has taken apart."""
@@ -276,10 +289,13 @@ class _Written:
 
     def any_of(self, leaf: Leaf) -> bool:
         """Whether anything of a text was written, by itself or in a list or an object."""
-        texts = self._parts.get(leaf, ())
-        if any(leaf.text[first:last].strip() for first, last in texts if leaf.text is not None):
-            return True
-        return any(Leaf(leaf.message, leaf.path[:length], None) in self._parts for length in range(len(leaf.path)))
+        if leaf.text is not None:
+            for first, last in self._parts.get(leaf, ()):
+                if leaf.text[first:last].strip():
+                    return True
+
+        around = [Leaf(leaf.message, leaf.path[:length], None) for length in range(len(leaf.path))]
+        return any(each in self._parts for each in around)
 
     def rest_of(self, leaf: Leaf) -> Iterator[str]:
         """The parts of a text, other than space, that were not written."""
