@@ -197,8 +197,10 @@ def table(*heads: str, rows: Iterable[Iterable[Any]], left: int = 1, title: str 
     from rich.text import Text
 
     made = Table(box=None, header_style="bold", title=title and Text(visible(title)), title_justify="left")
-    for place, head in enumerate(heads):
-        made.add_column(Text(visible(head)), justify="left" if place < left else "right", overflow="fold")
+    for head in heads[:left]:
+        made.add_column(Text(visible(head)), justify="left", overflow="fold")
+    for head in heads[left:]:
+        made.add_column(Text(visible(head)), justify="right", overflow="fold")
     for row in rows:
         made.add_row(*(Text(visible(str(cell))) for cell in row))
     return made

@@ -31,15 +31,21 @@ class _Serve(Command):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name = error.option_name  # click reports `-tp` as `-t`
-            option = next(
-                arg for arg in all_args if arg.partition("=")[0] == name or (len(name) == 2 and arg.startswith(name))
-            )
+            # The option as it was typed: click reports `-tp` as `-t`.
+            name = error.option_name
+            is_short = len(name) == 2
+            typed = [arg for arg in all_args if arg.partition("=")[0] == name or (is_short and arg.startswith(name))]
+            option = typed[0]
             _refuse_reserved(option, all_args)
-            value = "".join(f" {arg}" for arg in all_args[all_args.index(option) + 1 :][:1] if not arg.startswith("-"))
+
+            # With its value, if one follows
+            words = [option]
+            after = all_args[all_args.index(option) + 1 :]
+            if after and not after[0].startswith("-"):
+                words.append(after[0])
             raise click.UsageError(
                 f"{error.format_message()} The engine's own options go after `--`: "
-                f"adapterswap serve … -- {option}{value}",
+                f"adapterswap serve … -- {' '.join(words)}",
                 error.ctx,
             ) from None
 

@@ -583,7 +583,7 @@ def _pairs(
                 if name not in stored and twin in stored and name in {*ours, *theirs, *stated}:
                     stored[name] = stored[twin]
 
-    # Tensors of integers are compared byte by byte
+    # Tensors of integers, such as buffers of indices, are compared byte by byte
     compared: dict[str, _Pair] = {}
     odd = []
     for name in ours:
@@ -591,8 +591,9 @@ def _pairs(
             continue
         our, their = ours[name], theirs[name]
         if not {our.tensor.dtype, their.tensor.dtype} <= {*Dtype.FLOATS}:
-            if not _have_equal_bytes(our, their):
-                odd.append(name)
+            with open_files([], {our.path, their.path}) as files:
+                if not equal_bytes(our.tensor, files[our.path], their.tensor, files[their.path]):
+                    odd.append(name)
         elif our.tensor.shape != their.tensor.shape:
             odd.append(name)
         else:
@@ -609,12 +610,6 @@ def _pairs(
         if names:
             remarks.append(f"{_counted(names, 'tensor')} {what}: {and_more(names, _SHOWN)}")
     return compared, remarks, [*added, *missing, *odd]
-
-
-def _have_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of any dtype, such as buffers of indices, are the same."""
-    with open_files([], {one.path, other.path}) as files:
-        return equal_bytes(one.tensor, files[one.path], other.tensor, files[other.path])
 
 
 def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:

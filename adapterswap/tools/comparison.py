@@ -158,7 +158,7 @@ class Comparison:
 
         If both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
         """
-        stacks = {ModuleName(module.name).stack: None for module in self.modules if module.layer is not None}
+        stacks = {ModuleName(module.name).stack for module in self.modules if module.layer is not None}
         layers: dict[str, list[Difference]] = {}
         for module in self.modules:
             name = f"{module.layer}"

@@ -444,10 +444,10 @@ def _heads(
 ) -> dict[str, StoredTensor]:
     """The stored tensors that the adapter must hold whole, so that PEFT can load it: those of the head of its task, and
     of modules outside the layers that the fine-tune's class has and the base does not store, such as a pooler."""
-    outside = {name for name in side.parameters.values() if ModuleName(name).layer(side.base.container) is None}
     by_module: dict[str, list[str]] = {}
-    for name in sorted(outside):
-        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for name in sorted(set(side.parameters.values())):
+        if ModuleName(name).layer(side.base.container) is None:
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
 
     heads: dict[str, StoredTensor] = {}
     for module, names in by_module.items():
