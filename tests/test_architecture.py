@@ -58,7 +58,7 @@ CEILINGS = {
     "experiments.lab": 5,
     "experiments.training": 7,
     "engines.gguf": 10,
-    "tools": 16,
+    "tools": 15,
     "engines.live": 11,
     "experiments.analysis": 5,
     "experiments": 12,
