@@ -25,7 +25,7 @@ from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.others_layout import lay_out_kind
 from adapterswap.core.writing.outputs import Form, Layout, OutputTensor, Piece, Reduced
-from adapterswap.core.writing.peft_config import Shape, adapter_config, most_common
+from adapterswap.core.writing.peft_config import Shape, adapter_config, earliest, most_common
 from adapterswap.core.writing.resolution import Resolved
 from adapterswap.core.writing.saved_layout import saved_tensors
 from adapterswap.core.writing.tokens_layout import lay_out_tokens, only_tokens
@@ -184,7 +184,7 @@ def _parameters(plan: Plan) -> dict[str, Any]:
     return {
         "target_modules": sorted(modules),
         "target_parameters": sorted(names),
-        "peft_version": min(versions),
+        "peft_version": earliest(versions),
     }
 
 

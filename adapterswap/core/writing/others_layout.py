@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from adapterswap.core.experts.parts import OpaqueModule
 from adapterswap.core.planning.plan import Plan
 from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.outputs import Layout, OutputTensor, Piece
-from adapterswap.core.writing.peft_config import most_common, purpose
+from adapterswap.core.writing.peft_config import earliest, most_common, purpose
 from adapterswap.core.writing.saved_layout import saved_tensors
 
 
@@ -83,9 +82,4 @@ def _version(plan: Plan) -> dict[str, str]:
         versions.append(adapter.config.peft_version)
     if not versions:
         return {}
-
-    def numbers(version: str) -> list[int]:
-        """0.17.1 as numbers: as text, 0.9 would come after it."""
-        return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
-    return {"peft_version": min(versions, key=numbers)}
+    return {"peft_version": earliest(versions)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -118,6 +119,15 @@ def adapter_config(
 
 def _as_whole_number(alpha: float) -> float:
     return int(alpha) if float(alpha).is_integer() else alpha
+
+
+def earliest(versions: Iterable[str]) -> str:
+    """The earliest of some versions of PEFT. They are compared as numbers: as text, 0.100 would come before 0.19."""
+
+    def numbers(version: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+    return min(versions, key=numbers)
 
 
 def most_common(values: Iterable[Any], *, default: Any) -> Any:

@@ -6,6 +6,7 @@ merge_and_unload of each expert alone, module by module.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -332,6 +333,18 @@ def test_an_older_peft(version: str | None, mixture: Callable[[str], Path], tmp_
     older = copied(mixture("qwen3_moe") / "math", tmp_path / "older", peft_version=version)
     with refused(UnsupportedError, match=r"before 0\.19"):
         adapterswap.open_expert(older)
+
+
+def test_a_result_has_the_earliest_version_of_its_experts(mixture: Callable[[str], Path], tmp_path: Path) -> None:
+    """As numbers: as text, 0.19.10 would come before 0.19.2."""
+    versions = {"math": "0.19.10", "swahili": "0.19.2"}
+    experts = {
+        name: copied(mixture("qwen3_moe") / name, tmp_path / name, peft_version=version)
+        for name, version in versions.items()
+    }
+    plan = adapterswap.soup(experts["math"], experts["swahili"])
+    out = plan.write(tmp_path / "out")
+    assert json.loads((out / "adapter_config.json").read_text())["peft_version"] == "0.19.2"
 
 
 @pytest.mark.parametrize("target", [Target.VLLM, Target.LLAMA])
