@@ -60,6 +60,11 @@ def smaller(config: dict[str, Any], layers: int = LAYERS, *, keep_positions: boo
         keep_positions: leave the number of positions as it is.
     """
     depths = {config.get(name) for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")}
+    for name in ("layer_types", "layers_block_type"):  # by which alone Nemotron-H says its depth
+        kinds = config.get(name)
+        if isinstance(kinds, list):
+            depths.add(len(kinds))
+
     heads = config.get("num_attention_heads")
     small: dict[str, Any] = {}
     token = TOKENS
