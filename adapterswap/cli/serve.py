@@ -229,7 +229,7 @@ def _show(
 
     manifest, cache = composer.manifest, composer.cache.root
 
-    # Which experts are tasks and which are languages, their names do not say: one of them is always right.
+    # Names do not tell tasks from languages, so the example asks for a single expert, which is always right.
     example = manifest.names[0]
     body = f'{{"model": "{example}", "prompt": "Once", "max_tokens": 16}}'
     curl = f"curl {launch.url}/v1/completions{shown.key} -H 'Content-Type: application/json' -d '{body}'"

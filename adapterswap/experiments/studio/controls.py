@@ -116,7 +116,7 @@ class Controls:
             add["language"] = gr.Dropdown([*names, BASE], label="Language expert", multiselect=True, min_width=140)
         add["preset"] = gr.Dropdown(presets(), label="Method", filterable=True)
 
-        # What methods can be told; `updates` says which of it can be seen
+        # The settings of all methods; `updates` says which are visible
         most = workspace.num_layers
         for pair in (ZONES[:2], ZONES[2:]):
             with gr.Row(elem_classes="zones"):

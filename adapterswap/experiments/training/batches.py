@@ -51,8 +51,8 @@ def by_length(rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np
 def only_labelled(backbone: Any, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Inputs for a model with TRL's fused head, which then computes logits only where there is a label.
 
-    TRL does so by itself where it has Triton; elsewhere it computes the logits of every token. Here the backbone
-    returns the other tokens' states no more: hidden states (1, labelled tokens, width), beside as many labels.
+    TRL does so by itself where it has Triton; elsewhere it computes the logits of every token. Here the backbone no
+    longer returns the other tokens' states: hidden states (1, labelled tokens, width), beside as many labels.
     """
     labels = inputs["labels"][:, 1:]
     labelled = labels != -100
