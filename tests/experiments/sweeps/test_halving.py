@@ -167,6 +167,26 @@ def test_a_finished_grid_answers_all_questions(halving: Content, whole: Run, tmp
     assert plain(tmp_path / "run") == before
 
 
+def test_the_better_trials_go_on(halving: Content, peace: tuple[Run, list[SweepProgress]]) -> None:
+    """By the recorded scores, of which higher is better: those among the best half of the trials that came there."""
+    run = peace[0]
+    configuration_of = {cell.cell: cell.configuration for cell in prepared_from(halving()).grid.cells}
+    scores: dict[int, dict[Any, list[float]]] = {}
+    for rung in run.rungs:
+        docs = rung.results["syllables"].docs
+        of_trial = scores.setdefault(rung.documents, {}).setdefault(configuration_of[rung.cell], [])
+        of_trial.append(sum(docs.values()) / len(docs))
+
+    finished = {result.cell.configuration for result in run.results if result.cell.family == "swap"}
+    going_on = {3: scores[6].keys(), 6: scores[12].keys(), 12: finished}
+    for documents, configurations in going_on.items():
+        came: list[float] = []
+        for configuration, parts in scores[documents].items():
+            came.append(sum(parts) / len(parts))
+            ranked = sorted(came, reverse=True)
+            assert (configuration in configurations) == (came[-1] >= ranked[max(len(came) // 2, 1) - 1])
+
+
 def test_an_interrupted_search_asks_the_same_questions(
     halving: Content, peace: tuple[Run, list[SweepProgress]], tmp_path: Path
 ) -> None:
