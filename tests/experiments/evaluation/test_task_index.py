@@ -62,6 +62,7 @@ def test_a_small_index_says_what_the_whole_one_says(tmp_path: Path) -> None:
     own.mkdir()
     (own / "mine.yaml").write_text("include: base_yaml\ntask: mine\n")
     (own / "base_yaml").write_text("tag: my_tag\ndataset_path: json\n")
+    (own / "other.yaml").write_text("task: other\ntag: my_tag\ndataset_path: json\n")
     (own / "group.yaml").write_text("group: my_group\ntask: [my_tag, arc_easy]\n")
     (own / "gsm8k.yaml").write_text("task: gsm8k\ndataset_path: json\n")  # goes before the harness's
     whole = whole_index(own)
@@ -71,4 +72,11 @@ def test_a_small_index_says_what_the_whole_one_says(tmp_path: Path) -> None:
         assert len(small) < 1000  # of more than ten thousand
     together = _manager(NAMES, str(own)).task_index
     assert all(closure(together, name) == closure(whole, name) for name in NAMES)
+    # The file of one task tells of a tag that others have as well.
+    assert closure(_manager(["my_group", "mine"], str(own)).task_index, "my_group") == closure(whole, "my_group")
     assert _manager(["no_such_task"], None).task_index == {}
+
+
+def test_members_of_a_group_may_be_groups_of_their_own() -> None:
+    members = [{"task": "one"}, "two", {"group": "three", "task": ["four", {"task": "five"}]}]
+    assert _members({"task": members}) == ["one", "two", "three", "four", "five"]
