@@ -178,7 +178,9 @@ def _truncated(module: Slot, resolved: Resolved, form: Form, read: FactorReader,
     # What is cut off is orthogonal to what rounding changes.
     norm = float(np.linalg.norm(spectrum.sigma))
     rounding = abs(scale) * _distance(spectrum.sigma[:rank] / abs(scale), b, a)
-    written_error = math.hypot(lost, rounding / norm) if norm else lost
+    written_error = lost
+    if norm:
+        written_error = math.hypot(lost, rounding / norm)
     return Reduced(rank, (a.tensor, b.tensor), lost, written_error)
 
 
@@ -222,7 +224,15 @@ def _rounded(
     key: str,
     spool: Spool,
 ) -> _Rounded:
-    """The factor from `mixed`, rounded to the dtype."""
+    """A factor, rounded to the dtype, a few rows of B or columns of A at a time.
+
+    Args:
+        parts: the terms' A (axis 0, rank_i×in) or B (axis 1, out×rank_i).
+        mix: how the factor follows from them; see `mixed`.
+        axis: the axis of the rank.
+        dtype, key: the tensor's.
+        spool: keeps its bytes.
+    """
     rank, long = mix.shape[1], parts[0].shape[1 - axis]
     shape = (rank, long) if axis == 0 else (long, rank)  # A is rank×in, B is out×rank
     data = np.empty((*shape, Dtype.BYTES[dtype]), np.uint8)
@@ -248,9 +258,14 @@ def _rounded(
 
 def _distance(sigma: npt.NDArray[np.float64], b: _Rounded, a: _Rounded) -> float:
     """‖b·a - b̂·â‖ for factors with bᵀb = a·aᵀ = Σ: that of E_b·a + b̂·E_a, from k×k products."""
-    square = float(np.sum(np.diagonal(b.within) * sigma)) + 2 * float(np.sum(b.across * (a.across + a.within).T))
-    rounded_gram = np.diag(sigma) - b.across - b.across.T - b.within  # b̂ᵀb̂
-    return math.sqrt(max(0.0, square + float(np.sum(rounded_gram * a.within))))
+    # ‖E_b·a‖², of E_bᵀ·E_b and a·aᵀ
+    of_b = float(np.sum(np.diagonal(b.within) * sigma))
+    # ⟨E_b·a, b̂·E_a⟩, of E_bᵀ·b̂ and E_a·aᵀ = E_a·âᵀ + E_a·E_aᵀ
+    between = float(np.sum(b.across * (a.across + a.within).T))
+    # ‖b̂·E_a‖², of b̂ᵀ·b̂ = bᵀ·b - E_bᵀ·b̂ - b̂ᵀ·E_b - E_bᵀ·E_b and E_a·E_aᵀ
+    rounded_gram = np.diag(sigma) - b.across - b.across.T - b.within
+    of_a = float(np.sum(rounded_gram * a.within))
+    return math.sqrt(max(0.0, of_b + 2 * between + of_a))
 
 
 def dense_delta(module: Slot, resolved: Resolved, read: FactorReader) -> npt.NDArray[np.float32]:
