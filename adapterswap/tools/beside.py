@@ -39,8 +39,8 @@ class Beside:
 
 def beside_model(folder: Checkpoint, base: Checkpoint, experts: Mapping[str, Path]) -> Beside:
     """Compare the companions of full weights with the base's and the experts'; `experts` maps names to folders."""
-    rows = [parameter.tensor.shape[0] for parameter in folder.parameters.values() if parameter.has_tokens]
-    plan = CompanionPlan.decide(experts, base.source.folder, rows=min(rows, default=None), config="base")
+    rows = min(folder.rows_of_tokens.values(), default=None)
+    plan = CompanionPlan.decide(experts, base.source.folder, rows=rows, config="base")
 
     # A stored head is compared with the weights. A base is dequantized before it is merged with.
     ignoring = ["quantization_config"]

@@ -227,10 +227,10 @@ def _write_folder(
 def companions_of(pair: WeightPair) -> CompanionPlan:
     """The companions of the adapter: the fine-tune's, unless its tokenizer has tokens that the base has no row for."""
     folder = pair.full.source.folder
-    rows = [parameter.tensor.shape[0] for parameter in pair.base.parameters.values() if parameter.has_tokens]
+    rows = pair.base.rows_of_tokens
     decided = CompanionPlan.decide({"full": folder}, beside=pair.base.source.folder)
     tokens = read_tokens(folder)
-    if tokens and rows and max(tokens) >= min(rows):
+    if tokens and rows and max(tokens) >= min(rows.values()):
         return decided.without_tokenizer()
     return decided
 

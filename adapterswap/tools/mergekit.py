@@ -167,8 +167,7 @@ class _Vocabulary(NamedTuple):
 
 
 def _vocabulary(checkpoint: Checkpoint) -> _Vocabulary:
-    stored = checkpoint.parameters.values()
-    rows = {part.name: part.tensor.shape[0] for part in stored if part.has_tokens}
+    rows = checkpoint.rows_of_tokens
     most = max(rows.values(), default=0)
     tokens = read_tokens(checkpoint.source.folder)
     if tokens is not None:

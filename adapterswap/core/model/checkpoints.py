@@ -223,6 +223,15 @@ class Checkpoint:
         return frozenset(ahead)
 
     @cached_property
+    def rows_of_tokens(self) -> Mapping[str, int]:
+        """The number of rows of each stored tensor that has one for each token: embeddings and heads."""
+        rows = {}
+        for name, parameter in self.parameters.items():
+            if parameter.has_tokens:
+                rows[name] = parameter.tensor.shape[0]
+        return rows
+
+    @cached_property
     def modules(self) -> StoredModules:
         """Its tensors by module."""
         return StoredModules({name: parameter.tensor for name, parameter in self.parameters.items()})
