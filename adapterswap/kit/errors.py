@@ -136,7 +136,10 @@ class AdapterswapError(Exception):
     @property
     def parameter(self) -> str | None:
         """The first offending parameter, as Python users type it; None where no single parameter is at fault."""
-        return next((problem.parameter for problem in self.problems if problem.parameter), None)
+        for problem in self.problems:
+            if problem.parameter:
+                return problem.parameter
+        return None
 
     @property
     def found(self) -> tuple[Problem, ...]:
@@ -147,10 +150,9 @@ class AdapterswapError(Exception):
 
     def recast(self, kind: type[AdapterswapError] | None = None, *, parameter: str | None = None) -> AdapterswapError:
         """The same problems with another class or `parameter`, where only the caller knows the right one."""
-        problems = [
-            problem._replace(kind=kind or problem.kind, parameter=parameter or problem.parameter)
-            for problem in self.found
-        ]
+        problems = []
+        for problem in self.found:
+            problems.append(problem._replace(kind=kind or problem.kind, parameter=parameter or problem.parameter))
         return (kind or type(self))(problems, omitted=self.omitted)
 
     def with_names(self, names: Mapping[str, str]) -> AdapterswapError:
@@ -161,16 +163,15 @@ class AdapterswapError(Exception):
                 text = text.replace(path, names[path])
             return text
 
-        problems = [
-            problem._replace(message=named(problem.message), remedy=named(problem.remedy)) for problem in self.found
-        ]
+        problems = []
+        for problem in self.found:
+            problems.append(problem._replace(message=named(problem.message), remedy=named(problem.remedy)))
         return type(self)(problems, omitted=self.omitted)
 
     def within(self, where: str) -> AdapterswapError:
         """The same error, with `where` (a file or a cell of a table) before each message."""
-        return type(self)(
-            (problem._replace(message=f"{where}: {problem.message}") for problem in self.found), omitted=self.omitted
-        )
+        problems = [problem._replace(message=f"{where}: {problem.message}") for problem in self.found]
+        return type(self)(problems, omitted=self.omitted)
 
 
 class ArgumentError(AdapterswapError, ValueError):

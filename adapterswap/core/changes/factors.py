@@ -90,10 +90,11 @@ class Factors(NamedTuple):
     @staticmethod
     def concatenated(terms: list[tuple[float, Factors]]) -> Factors:
         """Σ c_i·B_i·A_i as one pair of factors: A = [A_1; A_2; …], B = [c_1·B_1, c_2·B_2, …]."""
-        return Factors(
-            np.concatenate([factors.a for _, factors in terms], axis=0),
-            np.concatenate([np.asarray(c, factors.b.dtype) * factors.b for c, factors in terms], axis=1),
-        )
+        a_pieces, b_pieces = [], []
+        for coefficient, factors in terms:
+            a_pieces.append(factors.a)
+            b_pieces.append(np.asarray(coefficient, factors.b.dtype) * factors.b)
+        return Factors(np.concatenate(a_pieces, axis=0), np.concatenate(b_pieces, axis=1))
 
 
 def finite(rows: Matrix, name: str) -> Matrix:

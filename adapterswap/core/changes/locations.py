@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -550,9 +551,13 @@ def _stored_names(adapter: Adapter, parameters: Mapping[str, StoredTensor]) -> C
             layered.append(part.name)
 
     # The outermost prefix may be absent from the file, or from the adapter.
-    prefixes = sorted({name.partition(".")[0] for name, stored in parameters.items() if stored.layer is not None})
+    prefixes = set()
+    for name, stored in parameters.items():
+        if stored.layer is not None:
+            prefixes.add(name.partition(".")[0])
     renamings: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
-    renamings += [lambda name, prefix=prefix: f"{prefix}.{name}" for prefix in prefixes]  # type: ignore[misc]
+    for prefix in sorted(prefixes):
+        renamings.append(partial("{}.{}".format, prefix))
     renamed = renamings[0]
     for renaming in renamings:
         if all(f"{renaming(name)}.weight" in parameters for name in layered):

@@ -267,7 +267,9 @@ class CompanionPlan(NamedTuple):
                 both[name] = (*tokenizer.differing.get(name, ()), *template.differing.get(name, ()))
             owners["tokenizer"] = tokenizer._replace(differing=both)
             del owners["chat_template"]
-        lines += [str(ownership) for ownership in owners.values() if ownership.differing]
+        for ownership in owners.values():
+            if ownership.differing:
+                lines.append(str(ownership))
 
         # Code that the config refers to, which is not copied
         config_folder = self.folders.get(self.config or "")

@@ -14,11 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from adapterswap.core.companions.templates import SETTINGS
+from adapterswap.core.companions.templates import SETTINGS, object_in
 from adapterswap.kit.errors import ExpertError
 from adapterswap.kit.files.hashes import Stamps
 from adapterswap.kit.files.inside import files_inside, read_inside
-from adapterswap.kit.files.text import parse_json, shown
+from adapterswap.kit.files.text import shown
 
 FAST, _ADDED, _SPECIAL = "tokenizer.json", "added_tokens.json", "special_tokens_map.json"
 _REMEDY = "Save the tokenizer again, with tokenizer.save_pretrained(FOLDER)"
@@ -107,18 +107,11 @@ def special_ids(folder: Path) -> dict[str, int]:
     return {key: ids[token] for key, token in named.items() if token in ids}
 
 
-def _object(folder: Path, name: str) -> dict[str, Any]:
-    content = read_inside(folder, name)
-    if content is None:
-        return {}
-    return parse_json(content, str(folder / name), _REMEDY)
-
-
 def _settings(folder: Path) -> dict[str, Any]:
     """What tokenizer_config.json and special_tokens_map.json say, alike for every version of transformers."""
     plain: dict[str, Any] = {}
     special: set[str] = set()
-    for key, value in {**_object(folder, _SPECIAL), **_object(folder, SETTINGS)}.items():
+    for key, value in {**object_in(folder, _SPECIAL), **object_in(folder, SETTINGS)}.items():
         if key not in _ALSO_SPECIAL:
             if key not in _NEUTRAL:
                 plain[key] = _text(value)
@@ -159,7 +152,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     """The added tokens that other files than tokenizer.json list: id → the token and its flags."""
-    decoder = _object(folder, SETTINGS).get("added_tokens_decoder")
+    decoder = object_in(folder, SETTINGS).get("added_tokens_decoder")
     if isinstance(decoder, dict):
         is_readable = all(_is_id(key) and isinstance(token, dict) for key, token in decoder.items())
         if is_readable:
@@ -168,7 +161,7 @@ def _added_elsewhere(folder: Path) -> dict[int, dict[str, Any]]:
     if os.path.exists(folder / FAST):
         return {}
     added: dict[int, dict[str, Any]] = {}
-    for text, number in _object(folder, _ADDED).items():
+    for text, number in object_in(folder, _ADDED).items():
         if isinstance(number, int):
             added[number] = _flagged({"content": text})
     return added
@@ -231,8 +224,10 @@ def _read_sections(path: Path, version: Stamps) -> Mapping[str, Any]:
     # The model's vocabulary and merges are sections of their own. A setting that is null or false says nothing.
     model = dict(content.get("model") or {})
     sections["vocab"] = model.pop("vocab", None)
-    merges = model.pop("merges", None) or ()
-    sections["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
+    merges = []
+    for pair in model.pop("merges", None) or ():
+        merges.append(pair.split(" ") if isinstance(pair, str) else pair)
+    sections["merges"] = merges
     sections["model"] = {key: value for key, value in model.items() if value is not None and value is not False}
 
     sections["added_tokens"] = {token["id"]: _flagged(token) for token in content.get("added_tokens") or ()}
@@ -252,17 +247,15 @@ def _check(content: Mapping[str, Any], path: Path) -> None:
         vocabulary = model.get("vocab") or {}
         refuse_unless(isinstance(vocabulary, dict | list), "model.vocab")
         if isinstance(vocabulary, list):  # Unigram's, with a score for each token
-            refuse_unless(all(map(_is_scored, vocabulary)), "model.vocab")
+            for pair in vocabulary:
+                is_scored = isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
+                refuse_unless(is_scored, "model.vocab")
         refuse_unless(isinstance(model.get("merges"), list | None), "model.merges")
 
     added = content.get("added_tokens") or []
     refuse_unless(isinstance(added, list), "added_tokens")
     for token in added:
         refuse_unless(isinstance(token, dict) and isinstance(token.get("id"), int), "added_tokens")
-
-
-def _is_scored(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str)
 
 
 def _plain(section: Any) -> Any:

@@ -34,8 +34,8 @@ def read_templates(folder: Path | None) -> Templates | None:
         return None
     templates = _files(folder)
     if not templates:
-        templates = _entries(_object(folder, SETTINGS).get(_KEY), folder / SETTINGS)
-    legacy = _entries(_object(folder, LEGACY).get(_KEY), folder / LEGACY)
+        templates = _entries(object_in(folder, SETTINGS).get(_KEY), folder / SETTINGS)
+    legacy = _entries(object_in(folder, LEGACY).get(_KEY), folder / LEGACY)
     if not templates:
         return legacy or None
     if legacy.get(_DEFAULT, templates.get(_DEFAULT)) != templates.get(_DEFAULT):
@@ -48,7 +48,7 @@ def write_templates(templates: Templates, target: Path) -> None:
     only_for_processors = os.path.exists(target / LEGACY) and _PROCESSOR not in templates
     if templates == (read_templates(target) or {}) and not only_for_processors:
         return
-    settings = _object(target, SETTINGS)
+    settings = object_in(target, SETTINGS)
 
     # Everything that stands there goes.
     if settings.pop(_KEY, None) is not None:
@@ -113,7 +113,7 @@ def _one_newline(text: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def _object(folder: Path, name: str) -> dict[str, Any]:
+def object_in(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of a folder; an empty object if there is none."""
     content = read_inside(folder, name)
     if content is None:

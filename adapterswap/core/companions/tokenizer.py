@@ -156,8 +156,9 @@ def unite(
     # Whose ids are all rows of the embedding; all, if nobody's are
     tokens = {name: read_tokens(holders[name]) or {} for name in fast}
     beyond: set[str] = set()
-    if rows is not None:
-        beyond = {name for name, own_tokens in tokens.items() if max(own_tokens, default=0) >= rows}
+    for name, own_tokens in tokens.items():
+        if rows is not None and max(own_tokens, default=0) >= rows:
+            beyond.add(name)
     within = [name for name in tokens if name not in beyond] or list(tokens)
 
     # The tokens that experts put in place of the base's

@@ -96,7 +96,10 @@ def _nulls(settings: Settings, problems: Problems) -> None:
 def _combinations(settings: Settings, problems: Problems) -> None:
     """Report settings of LoRA that PEFT refuses to load together."""
     content, where = settings
-    pairs = [f"{key} and {other}" for key, other in _NOT_TOGETHER if content.get(key) and content.get(other)]
+    pairs = []
+    for key, other in _NOT_TOGETHER:
+        if content.get(key) and content.get(other):
+            pairs.append(f"{key} and {other}")
     if content.get("lora_bias") and content.get("init_lora_weights", True) not in (True, False):
         pairs.append("lora_bias and this init_lora_weights")
 

@@ -129,7 +129,8 @@ def check_name(name: str, *, in_rules: bool) -> str:
     try:
         method = find_method(name)
     except (ArgumentError, DependencyError) as error:
-        raise ValueError("; ".join(f"{problem.message}. {problem.remedy}" for problem in error.problems)) from None
+        texts = [f"{problem.message}. {problem.remedy}" for problem in error.problems]
+        raise ValueError("; ".join(texts)) from None
 
     scope, is_allowed = "whole compositions", method.as_composition
     if in_rules:

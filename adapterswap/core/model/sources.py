@@ -126,7 +126,12 @@ class Reference(str):
             folders = sorted(os.listdir(_cache()))
         except OSError:
             return []
-        return [name.removeprefix(_PREFIX).replace("--", "/", 1) for name in folders if name.startswith(_PREFIX)]
+
+        models = []
+        for name in folders:
+            if name.startswith(_PREFIX):
+                models.append(name.removeprefix(_PREFIX).replace("--", "/", 1))
+        return models
 
     @property
     def hub_id(self) -> HubId | None:
@@ -262,8 +267,11 @@ class Source:
 
         with suppress(Exception):  # as in `_download`; the caller already has an error to report
             files = HfApi().list_repo_files(hub_id.repo, revision=self.revision)
-            folders = sorted(name.removesuffix(f"/{file}") for name in files if name.endswith(f"/{file}"))
-            return [f"{hub_id.repo}/{folder}" for folder in folders]
+            folders = []
+            for name in files:
+                if name.endswith(f"/{file}"):
+                    folders.append(name.removesuffix(f"/{file}"))
+            return [f"{hub_id.repo}/{folder}" for folder in sorted(folders)]
         return []
 
     @staticmethod

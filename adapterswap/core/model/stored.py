@@ -18,10 +18,6 @@ from adapterswap.kit.files.tensorfile import Tensor
 _PLAIN = frozenset({"weight", "bias"})  # the tensors of a layer that is not quantized
 
 
-def _under(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}"
-
-
 class StoredModules:
     """The stored tensors by module."""
 
@@ -64,7 +60,7 @@ class StoredModules:
         """
         # The same name, one without its first part, one with a first part, and one in another list of layers
         ways: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
-        ways += [partial(_under, prefix) for prefix in self._prefixes]
+        ways += [partial("{}.{}".format, prefix) for prefix in self._prefixes]
         if container is not None and self._container is not None:
             ways.append(lambda name: Base.exchange(name, container, self._container) or name)
 
@@ -90,8 +86,11 @@ class StoredModules:
     @cached_property
     def _prefixes(self) -> list[str]:
         """The first parts of the names of tensors in layers."""
-        inside = (name for name in self._tensors if ModuleName(name).layer(self._container) is not None)
-        return sorted({name.partition(".")[0] for name in inside})
+        prefixes = set()
+        for name in self._tensors:
+            if ModuleName(name).layer(self._container) is not None:
+                prefixes.add(name.partition(".")[0])
+        return sorted(prefixes)
 
     def _next(self, start: str) -> str:
         """The first name that is `start` or follows it."""

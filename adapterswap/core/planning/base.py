@@ -395,7 +395,16 @@ def with_chains(
             if not recorded:
                 with problems.collect():
                     notes += _check_on_top(name, adapter, lower, before)
-            based[name] = _on_base_of(before[0], adapter)
+
+            # Its base is the first one's; `trained_on` keeps what its own config says.
+            first = before[0]
+            config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
+            based[name] = replace(
+                adapter,
+                config=config,
+                base_fingerprints=first.base_fingerprints,
+                trained_on=adapter.config.base_model,
+            )
             before.append(adapter)
     return based, tuple(notes)
 
@@ -406,17 +415,6 @@ def _copied_from_below(adapter: Adapter, before: Sequence[Adapter]) -> str | Non
         if lora.base and any(lora.name in part.factors for part in before):
             return lora.name
     return None
-
-
-def _on_base_of(first: Adapter, adapter: Adapter) -> Adapter:
-    """An adapter of a chain as one of the first one's base; `trained_on` keeps what its own config says."""
-    config = replace(adapter.config, base_model=first.config.base_model, revision=first.config.revision)
-    return replace(
-        adapter,
-        config=config,
-        base_fingerprints=first.base_fingerprints,
-        trained_on=adapter.config.base_model,
-    )
 
 
 def _check_on_top(name: str, adapter: Adapter, lower: str, before: Sequence[Adapter]) -> Iterator[str]:

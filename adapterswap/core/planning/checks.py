@@ -521,15 +521,15 @@ def check_vocabulary(
     # Some embeddings have rows beyond the vocabulary, such as for images, so a longer one may not have more tokens.
     for slot in ends.values():
         extra = extra_rows(skeleton.config, slot.module)
-        odd = [(expert, change) for expert, change in slot.all_whole if change.tensor.shape != slot.shape]
-        if extra and odd:
-            expert, change = odd[0]
-            problems.add(
-                f"{expert} has {change.tensor.shape[0]} rows of {slot.name}, of which the last {extra} are not "
-                f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
-                "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
-                kind=UnsupportedError,
-            )
+        for expert, change in slot.all_whole:
+            if extra and change.tensor.shape != slot.shape:
+                problems.add(
+                    f"{expert} has {change.tensor.shape[0]} rows of {slot.name}, of which the last {extra} are not "
+                    f"tokens of the vocabulary, and {skeleton.name} has {slot.shape[0]}",
+                    "Compose experts with one vocabulary, or extract adapters with `adapterswap extract`",
+                    kind=UnsupportedError,
+                )
+                break
 
     if not any(rule.weights for rule in rules):
         return

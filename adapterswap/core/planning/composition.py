@@ -289,7 +289,9 @@ class Composition(MethodFields):
         # An average of several experts gets a name, which must not be one of theirs.
         averages: set[str] = set()
         if self.allocation is None:
-            averages = {_label(side) for side in (self.task, self.language) if len(side) > 1}
+            for side in (self.task, self.language):
+                if len(side) > 1:
+                    averages.add(_label(side))
         else:
             for rule in self.allocation:
                 averages.update(rule.averages)
@@ -647,8 +649,14 @@ def _within(stack: Stack | None, layers: Iterable[int]) -> dict[str, Any]:
 
 def _blended(sides: Mapping[_Side, float], **options: Any) -> Rule:
     """The rule that blends sides."""
-    content = {"blend": {_label(side): weight for side, weight in sides.items()}, **options}
-    averages = {_label(side): side for side in sides if len(side) > 1}
+    blend, averages = {}, {}
+    for side, weight in sides.items():
+        label = _label(side)
+        blend[label] = weight
+        if len(side) > 1:
+            averages[label] = side
+
+    content = {"blend": blend, **options}
     if averages:
         content["averages"] = averages
     return Rule.model_validate(content)
@@ -682,7 +690,11 @@ def parse_composition(name: str) -> Composition:
     # The keys, to which a method of another package adds its parameters
     content: dict[str, Any] = {"task": match[1], "language": match[2]}
     items = [item for item in (match[3] or "").split(",") if item]
-    method = next((item for item in items if item.startswith("method=")), "").removeprefix("method=")
+    method = ""
+    for item in items:
+        if item.startswith("method="):
+            method = item.removeprefix("method=")
+            break
     keys = {*_SHORT_KEYS}
     if method not in names_of() and method in names_of(packages=True):
         keys |= {parameter.name for parameter in find_method(method).own_parameters}

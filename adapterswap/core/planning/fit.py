@@ -68,9 +68,10 @@ class Fit(NamedTuple):
         notes: list[str] = []
         for expert, parts in self.unknown.items():
             if parts:
+                names = [part.name for part in parts]
                 notes.append(
-                    f"Not checked whether {self.reference} has {and_more([part.name for part in parts])} of {expert}: "
-                    "its files have no such name, and transformers cannot build the model here to compare others"
+                    f"Not checked whether {self.reference} has {and_more(names)} of {expert}: its files have no such "
+                    "name, and transformers cannot build the model here to compare others"
                 )
         return tuple(notes)
 
@@ -184,7 +185,12 @@ def check_heads(heads: Heads, problems: Problems) -> None:
                 continue
 
             # The head's weight has a row for each label. Two are the default of transformers.
-            labels = next((tensor.shape[0] for tensor in part.tensors.values() if len(tensor.shape) == 2), 2)
+            labels = 2
+            for tensor in part.tensors.values():
+                if len(tensor.shape) == 2:
+                    labels = tensor.shape[0]
+                    break
+
             problems.add(
                 f"{name} is an adapter for the task {task} and holds its head {part.name}, but the base {base.name} is "
                 f"{classes or 'a model'}, without such a head",
@@ -303,7 +309,11 @@ def _is_numbered(part: Part, checkpoint: Checkpoint, name: str) -> bool:
         return False
 
     # The first one has a weight of the same shape, or two of half the rows each (gate and up).
-    shapes = [tensor.shape for end, tensor in stored.of(f"{holder}.0").items() if end.endswith("weight")]
+    shapes = []
+    for end, tensor in stored.of(f"{holder}.0").items():
+        if end.endswith("weight"):
+            shapes.append(tensor.shape)
+
     rows, columns = part.out_features, part.in_features
     if (rows, columns) in shapes:
         return True

@@ -321,12 +321,18 @@ class Plan:
         """The declared task type, or the first that an adapter has."""
         if self.composition.task_type is not None:
             return self.composition.task_type
-        return next((adapter.config.task_type for adapter in self.adapters.values() if adapter.config.task_type), None)
+        for adapter in self.adapters.values():
+            if adapter.config.task_type:
+                return adapter.config.task_type
+        return None
 
     @property
     def auto_mapping(self) -> Mapping[str, Any] | None:
         """The classes that PEFT needs to load an adapter without a task type."""
-        return next((a.config.auto_mapping for a in self.adapters.values() if a.config.auto_mapping), None)
+        for adapter in self.adapters.values():
+            if adapter.config.auto_mapping:
+                return adapter.config.auto_mapping
+        return None
 
     @property
     def inputs(self) -> list[str | Path | None]:

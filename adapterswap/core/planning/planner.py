@@ -356,7 +356,14 @@ def _filled(
 def _stored_place(parameter: StoredTensor, located: Iterable[Mapping[str, Located]], base: Checkpoint | None) -> Place:
     """The place of a stored tensor."""
     key, tensor = parameter.name, parameter.tensor
-    module = next((parts[key].module for parts in located if key in parts), parameter.module)
+
+    # The name of its module by the first expert that changes it, or else by the base
+    module = parameter.module
+    for parts in located:
+        if key in parts:
+            module = parts[key].module
+            break
+
     matched_name = f"{module}.{key.rpartition('.')[2]}"
     weight = Whole.of(parameter.path, tensor) if base else None
     layer, kind = parameter.layer, parameter.kind
@@ -489,9 +496,10 @@ def _with_head(
         slots = {**slots, tied.head: on_head.with_spans(embedding.spans) if embedding.spans else on_head}
     else:
         in_both = _entering_rows(head)
-        stays_tied = in_both == _entering_rows(embedding) and all(
-            adapters[name].config.tied for _, name, _ in in_both if name in adapters
-        )
+        stays_tied = in_both == _entering_rows(embedding)
+        for _, name, _ in in_both:
+            if name in adapters and not adapters[name].config.tied:
+                stays_tied = False
 
     absent = tied.absent(skeleton.parameters)
     if stays_tied and absent:

@@ -402,7 +402,8 @@ class Rows:
             edges.add(size)
 
         spans: list[Span] = []
-        for start, stop in pairwise(sorted(edge for edge in edges if edge <= total)):
+        edges = {edge for edge in edges if edge <= total}
+        for start, stop in pairwise(sorted(edges)):
             span = self._span(start, stop)
             last = spans[-1] if spans else None
             if last is not None and last.is_like(span) and last.is_new == span.is_new:

@@ -716,7 +716,11 @@ class Rule(MethodFields):
 
         if rule.get("layers") is not None:
             text += f": {rule['layers']}"
-        settings = [f"{key}={_setting(value)}" for key, value in rule.items() if key not in _ELSEWHERE]
+
+        settings = []
+        for key, value in rule.items():
+            if key not in _ELSEWHERE:
+                settings.append(f"{key}={_setting(value)}")
         if settings:
             text += f" with {', '.join(settings)}"
         return text

@@ -16,10 +16,9 @@ from adapterswap.core.planning.slots import Slot
 
 def rules_of_slice(name: str, kept: KeptLayers, *, optional: bool = False) -> tuple[Rule, ...]:
     """The rules of a slice of one expert; with `optional`, the expert need not adapt the layers."""
-    rules = [
-        Rule(layers=frozenset(layers), stack=stack, expert=name, optional=optional)
-        for stack, layers in kept.by_stack.items()
-    ]
+    rules = []
+    for stack, layers in kept.by_stack.items():
+        rules.append(Rule(layers=frozenset(layers), stack=stack, expert=name, optional=optional))
     rules.append(Rule(layers=NO_LAYER, expert=name, optional=True))
     rules.append(Rule(expert=BASE, optional=True))
     return tuple(rules)

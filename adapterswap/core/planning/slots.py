@@ -345,9 +345,12 @@ class Slot(Terms):
         """Every expert with whole weights, also in spans: it may own only rows, or lend them."""
         held: list[tuple[str, Whole]] = []
         for part in (self, *self.spans):
-            held += [(term.expert, term.change) for term in part.whole]
+            for term in part.whole:
+                held.append((term.expert, term.change))
         for span in self.spans:
-            held += [(share.expert, share.copy) for share in span.base if share.copy is not None]
+            for share in span.base:
+                if share.copy is not None:
+                    held.append((share.expert, share.copy))
         return tuple(held)
 
     @property

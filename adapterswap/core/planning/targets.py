@@ -600,12 +600,17 @@ def _unloadable_tokens(plan: Plan, f: Facts) -> Found:
         return
 
     first = f.tokens[0]
-    beside = [f"{expert} is {part.method}" for expert, part in f.opaque if part.lora is None]
+    beside = []
+    for expert, part in f.opaque:
+        if part.lora is None:
+            beside.append(f"{expert} is {part.method}")
     if not f.changed:
         for name, slot in plan.saved.items():
             if slot.terms and name not in plan.tokens:
                 beside.append(f"{name} in full")
-        beside += [f"other ones of {slot.name}" for slot in f.tokens if slot.tokens != first.tokens]
+        for slot in f.tokens:
+            if slot.tokens != first.tokens:
+                beside.append(f"other ones of {slot.name}")
     if beside:
         yield Culprit(
             f"the result has trained tokens of {first.name} and {beside[0]}, but PEFT loads the two together "

@@ -115,9 +115,9 @@ class Licences(NamedTuple):
         """A warning if licences differ, or a note if only some experts state one, as Markdown."""
         if self.warning is not None:
             return f"\n**Warning**: {escaped(self.warning)}.\n"
-        silent = [escaped(name) for name, licence in self.stated.items() if licence is None]
+        silent = [name for name, licence in self.stated.items() if licence is None]
         if silent and len(silent) < len(self.stated):
-            names = " and ".join(silent)
+            names = " and ".join(map(escaped, silent))
             return f"\nThis card declares no licence, because the card of {names} does not state one.\n"
         return ""
 
@@ -408,8 +408,8 @@ def _size(layout: Layout) -> str:
         form = f"{rank}; {scale}"
 
     parameters = sum(math.prod(tensor.shape) for tensor in layout.tensors)
-    dtypes = ", ".join(sorted({tensor.dtype for tensor in layout.tensors}))
-    return f"{form}; {parameters:,} parameters in {dtypes}, {layout.nbytes / 1e6:.1f} MB."
+    dtypes = sorted({tensor.dtype for tensor in layout.tensors})
+    return f"{form}; {parameters:,} parameters in {', '.join(dtypes)}, {layout.nbytes / 1e6:.1f} MB."
 
 
 def _conversion(record: CompositionRecord) -> list[str]:
@@ -464,7 +464,9 @@ def _citation(plan: Plan) -> str:
     composition = plan.composition
     if composition.allocation is not None:
         references = [find_method("layer_swap").reference]
-        references += [find_method(slot.method).reference for slot in plan if slot.method != "linear"]
+        for slot in plan:
+            if slot.method != "linear":
+                references.append(find_method(slot.method).reference)
     elif composition.partition is not None:
         references = [_STUDY]
     else:

@@ -127,7 +127,9 @@ def check_tied_rows(adapters: Mapping[str, Adapter]) -> None:
     """
     tied = []
     for name, adapter in adapters.items():
-        tied += [(name, part) for part in adapter.tokens.values() if part.tied]
+        for part in adapter.tokens.values():
+            if part.tied:
+                tied.append((name, part))
     if not tied:
         return
 

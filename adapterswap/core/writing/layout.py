@@ -75,9 +75,8 @@ def lay_out(resolved: Resolved, form: Form, reduced: Mapping[str, Reduced]) -> L
         for module in modules:
             shapes[module.name] = _shape(module, ranks[module.name], module.name in reduced, rslora, common)
         # The most frequent pair, of modules with the common scale if there are any
-        pairs = [(shape.rank, shape.alpha) for shape in shapes.values() if math.isclose(shape.scale, common)]
-        if not pairs:
-            pairs = [(shape.rank, shape.alpha) for shape in shapes.values()]
+        of_common = [shape for shape in shapes.values() if math.isclose(shape.scale, common)]
+        pairs = [(shape.rank, shape.alpha) for shape in of_common or shapes.values()]
         rank, alpha = most_common(pairs, default=(1, 1.0))
 
     # A and B of each module
@@ -106,7 +105,8 @@ def _in_dtype(layout: Layout, dtype: str | None) -> Layout:
     """The layout with all tensors in the requested number format, if one is requested."""
     if dtype is None:
         return layout
-    return layout._replace(tensors=tuple(replace(tensor, dtype=dtype) for tensor in layout.tensors))
+    tensors = [replace(tensor, dtype=dtype) for tensor in layout.tensors]
+    return layout._replace(tensors=tuple(tensors))
 
 
 def blend_scale(plan: Plan, form: Form) -> float:

@@ -22,7 +22,6 @@ from adapterswap.core.model.checkpoints import MODEL_INDEX
 from adapterswap.core.model.opened_base import choose_device
 from adapterswap.core.model.sources import MODEL_WEIGHTS
 from adapterswap.core.planning.plan import Plan
-from adapterswap.core.planning.slots import Slot
 from adapterswap.core.writing.blocks import Entered, ResultTensor, read_blocks
 from adapterswap.core.writing.computing import compute, needs_torch
 from adapterswap.core.writing.outputs import cores, header_bytes, torch_threads
@@ -260,7 +259,11 @@ def stream(
             progress()
 
         # Importing torch takes as long as copying a gigabyte, so do both at once.
-        with_torch = any(_needs_torch(result.slot, device) for device, result in computed)
+        with_torch = False
+        for device, result in computed:
+            if any(needs_torch(result.slot, span, device) for span in result.slot.ranges):
+                with_torch = True
+                break
         if with_torch:
             threading.Thread(target=_import_torch, daemon=True).start()
         work_off(copied, carry_out, min(_WORKERS, cores()))
@@ -272,10 +275,6 @@ def stream(
             stack.enter_context(torch_threads(cores() // workers))
         work_off(computed, carry_out, workers)
     return entered
-
-
-def _needs_torch(slot: Slot, device: str) -> bool:
-    return any(needs_torch(slot, span, device) for span in slot.ranges)
 
 
 def _import_torch() -> None:

@@ -78,12 +78,12 @@ class GgufFile:
     def modules(self) -> dict[str, GgufModule]:
         """Its modules by name."""
         modules = {}
-        for name in dict.fromkeys(name.removesuffix(".lora_a").removesuffix(".lora_b") for name in self.tensors):
+        names = dict.fromkeys(key.removesuffix(".lora_a").removesuffix(".lora_b") for key in self.tensors)
+        for name in names:
             if not {f"{name}.lora_a", f"{name}.lora_b"} <= self.tensors.keys():
                 raise ExpertError(f"{self.path} holds only one factor of {name}", GgufAdapter.REMEDY, parameter="path")
-            (dtype, (*counts, rank, into), _), (_, (*_, out, _), _) = (
-                self.tensors[f"{name}.lora_{end}"] for end in "ab"
-            )
+            dtype, (*counts, rank, into), _ = self.tensors[f"{name}.lora_a"]
+            _, (*_, out, _), _ = self.tensors[f"{name}.lora_b"]
             if name.startswith("token_embd"):  # its A is stored in×rank
                 rank, into = into, rank
             name = name.removesuffix(".weight")

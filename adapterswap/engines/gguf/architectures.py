@@ -149,10 +149,12 @@ class GgufArchitecture:
         """The dimensions in the language model's part of a config.json."""
 
         def number(*keys: str) -> int | None:
-            value = next((config[key] for key in keys if config.get(key) is not None), None)
-            if type(value) is not int or value <= 0:
-                return None
-            return value
+            """The first of these entries that is set, if it is a whole number above 0."""
+            for key in keys:
+                value = config.get(key)
+                if value is not None:
+                    return value if type(value) is int and value > 0 else None
+            return None
 
         hidden = number("hidden_size", "n_embd")
         heads = number("num_attention_heads", "n_head")

@@ -259,8 +259,8 @@ def write_gguf(
 
     # The files, each with its tensors
     if pieces is None:
-        layers = tuple(sorted({tensor.layer for tensor in prepared.tensors if tensor.layer is not None}))
-        whole = ExportedFile(out_path, None, None, layers, *_size(prepared.tensors, outtype))
+        layers = {tensor.layer for tensor in prepared.tensors if tensor.layer is not None}
+        whole = ExportedFile(out_path, None, None, tuple(sorted(layers)), *_size(prepared.tensors, outtype))
         contents = [(whole, prepared.tensors)]
     else:
         contents = []

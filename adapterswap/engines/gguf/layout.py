@@ -205,7 +205,8 @@ def _places(plan: Plan, architecture: GgufArchitecture, config: Mapping[str, Any
             continue
         if projection not in orders:
             orders[projection] = projection.rows and projection.rows(sizes)
-        places[slot.name] = _Place(tuple(f"{name}.weight" for name in gguf_names), orders[projection])
+        weights = tuple(f"{name}.weight" for name in gguf_names)
+        places[slot.name] = _Place(weights, orders[projection])
     problems.raise_if_any()
     return places
 

@@ -366,7 +366,10 @@ class LiveComposer:
         """
         if not getattr(self.model.config, "is_encoder_decoder", False):
             batch = pad_left(batch)
-        several = any(len(batch[name]) > 1 for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None)
+        several = False
+        for name in ("input_ids", "inputs_embeds"):
+            if batch.get(name) is not None and len(batch[name]) > 1:
+                several = True
         if several and not isinstance(self._session.active, RowSwitches):  # which check it themselves
             check_batch(self.model, batch)
         if compositions is None:

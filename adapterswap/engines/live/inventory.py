@@ -321,9 +321,9 @@ class Inventory:
     def is_stale(self) -> bool:
         """Whether adapters were added or deleted since."""
         configs = self.model.peft_config
-        return configs.keys() != self._configs.keys() or any(
-            configs[name] is not self._configs[name] for name in configs
-        )
+        if configs.keys() != self._configs.keys():
+            return True
+        return any(configs[name] is not self._configs[name] for name in configs)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -422,7 +422,10 @@ class Inventory:
 
     def _describe(self, name: str) -> Adapter:
         """A loaded adapter as if it were on disk: its config, and modules whose tensors have shapes but no place."""
-        config = self._read_config(name)
+        # Its config is checked by the rules for adapter_config.json; sets, of module names, become lists.
+        content = json.dumps(self._configs[name].to_dict(), default=sorted)
+        config = AdapterConfig.parse(content.encode(), f"The adapter {name!r}")
+
         problems = Problems(UnsupportedError)
         retrain = "Train it as a plain or rank-stabilized LoRA"
         if name == BASE:
@@ -482,11 +485,6 @@ class Inventory:
             parts.append(FullModule(module, ModuleName(module).layer(container), tensors_in_full))
         problems.raise_if_any()
         return bare.with_parts(parts, container)
-
-    def _read_config(self, name: str) -> AdapterConfig:
-        """The adapter's config, checked by the rules for adapter_config.json."""
-        content = json.dumps(self._configs[name].to_dict(), default=sorted)  # sets, of module names, become lists
-        return AdapterConfig.parse(content.encode(), f"The adapter {name!r}")
 
 
 def _of_one_base(experts: dict[str, Adapter]) -> dict[str, Adapter]:

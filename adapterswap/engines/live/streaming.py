@@ -268,9 +268,10 @@ class _Streamer:
             if not self._ended[row]:
                 self._rows[row].append(token)
         seconds = perf_counter() - self._started
+        texts = [self._tokenizer.decode(row, skip_special_tokens=True) for row in self._rows]
         self._last = replace(
             self._last,
-            texts=tuple(self._tokenizer.decode(row, skip_special_tokens=True) for row in self._rows),
+            texts=tuple(texts),
             tokens=tuple(map(len, self._rows)),
             ended=tuple(self._ended),
             first_seconds=self._last.first_seconds or seconds,

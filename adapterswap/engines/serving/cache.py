@@ -86,9 +86,10 @@ class Cache:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.abspath(expand(root)))
         self.memo = Memo(self.root / _MEMO)
-        self._entries, self._building, self._locks, self._hashes = (
-            self.root / name for name in ("compositions", "building", "locks", "hashes")
-        )
+        self._entries = self.root / "compositions"
+        self._building = self.root / "building"
+        self._locks = self.root / "locks"
+        self._hashes = self.root / "hashes"
         self._sound: dict[str, dict[str, Stamps]] = {}  # the stamps of files whose hashes were compared
         self._in_use: int | None = None
         self._opening = threading.Lock()

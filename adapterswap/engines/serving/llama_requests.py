@@ -110,7 +110,9 @@ def _excess(grammar: Any) -> str | None:
         if _depth(symbols) > _MOST_DEPTH:
             return f"nests more than {_MOST_DEPTH} brackets"
         for bounds in _REPEATS.findall(part):
-            repeats += sum(int(bound[:9]) for bound in bounds if bound)
+            for bound in bounds:
+                if bound:
+                    repeats += int(bound[:9])
 
     if any(not reference.startswith("#") for reference in _references_in(grammar)):
         return "refers to a schema elsewhere"

@@ -137,7 +137,8 @@ class Measured:
         """The lines of Prometheus' text format."""
         yield from _head("adapterswap_requests_total", "counter", "Requests by model and status.")
         for (name, status), count in sorted(self._requests.items()):
-            yield f'adapterswap_requests_total{{model="{_escaped(name)}",status="{status}"}} {count}'
+            escaped = name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            yield f'adapterswap_requests_total{{model="{escaped}",status="{status}"}} {count}'
 
         yield from _head("adapterswap_request_seconds", "histogram", "Seconds until the end of an answer.")
         total = 0
@@ -173,10 +174,6 @@ def folder_sizes(folder: Path) -> tuple[int, int]:
 
 def _head(name: str, kind: str, text: str) -> tuple[str, str]:
     return f"# HELP {name} {text}", f"# TYPE {name} {kind}"
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def _followed_by(text: bytes, send: Send) -> Send:

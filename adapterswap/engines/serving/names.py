@@ -232,7 +232,10 @@ def _from_folder(path: Path) -> Manifest:
         raise ArgumentError(
             f"{path} is an adapter, not a folder of adapters", f"Pass its parent, {path.parent}", parameter="path"
         )
-    experts = {child.name: str(child) for child in sorted(path.absolute().iterdir()) if (child / CONFIG).is_file()}
+    experts = {}
+    for child in sorted(path.absolute().iterdir()):
+        if (child / CONFIG).is_file():
+            experts[child.name] = str(child)
     if not experts:
         raise ArgumentError(
             f"{path} has no folder with an {CONFIG} in it",

@@ -149,7 +149,8 @@ def choose_rank(composer: NamedComposer, experts: Mapping[str, Adapter]) -> int:
             rank_of[name] = max(module.rank for module in adapter.modules.values())
         ranks: list[int] = []
         for name in composer.manifest.experts:
-            ranks.append(sum(rank_of[part] for part in chains.get(name, (name,))))
+            parts = chains.get(name, (name,))
+            ranks.append(sum(rank_of[part] for part in parts))
         ranks.sort()
         alone, needed = ranks[-1], sum(ranks[-2:])
         if needed > RANKS[-1]:  # all swaps fit, if not all blends

@@ -158,8 +158,11 @@ def _with_names(models: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """vLLM's list, whose first entry is the base, with an entry added for each missing name."""
     base, listed = models["data"][0], {model["id"] for model in models["data"]}
     card = {"object": "model", "created": base["created"], "owned_by": "adapterswap", "root": None}
-    more = [{"id": name, **card, "parent": base["id"]} for name in names if name not in listed]
-    return {**models, "data": [*models["data"], *more]}
+    entries = [*models["data"]]
+    for name in names:
+        if name not in listed:
+            entries.append({"id": name, **card, "parent": base["id"]})
+    return {**models, "data": entries}
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

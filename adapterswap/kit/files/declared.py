@@ -251,7 +251,10 @@ class Declared:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        fields = (f"{name}={value!r}" for name, value in self.__dict__.items() if name[0] != "_")
+        fields = []
+        for name, value in self.__dict__.items():
+            if not name.startswith("_"):
+                fields.append(f"{name}={value!r}")
         return f"{type(self).__name__}({', '.join(fields)})"
 
     @property
