@@ -142,7 +142,7 @@ def normalize_text(text: str) -> str:
         text = _POWER.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[1]), text)
         text = _ENUMERATOR.sub(" ", _RAISED_OR_LOWERED.sub("", text))
         text = unicodedata.normalize("NFKC", text).translate(_ONE_FORM)
-        text = "".join(char if char.isascii() else str(unicodedata.decimal(char, char)) for char in text)
+        text = "".join(str(unicodedata.decimal(char, char)) for char in text)
     return _MARKUP.sub("", text)
 
 
@@ -193,7 +193,9 @@ def _read(text: str, match: re.Match[str], language: str | None) -> Number:
         value = Decimal(f"0.{match[0]}")
         start -= 1
     elif value is not None:
-        scale = _SCALE_BEFORE.search(before) if value < 1000 else None
+        scale = None
+        if value < 1000:
+            scale = _SCALE_BEFORE.search(before)
         if scale:
             value, end = _with_scales_before(text, value, end, _factor(scale))
         else:
@@ -361,11 +363,16 @@ def _with_roles(text: str, numbers: list[Number]) -> list[Number]:
     for number, role in zip(numbers, roles, strict=True):
         if role == "answer":
             around = text[max(0, number.start - _WINDOW) : number.start]
-            cues = {match.lastgroup for match in (_BEFORE.search(around), _AFTER.match(text, number.end)) if match}
+            cues = set()
+            for match in (_BEFORE.search(around), _AFTER.match(text, number.end)):
+                if match:
+                    cues.add(match.lastgroup)
             if "negated" in cues:
                 continue
-            if cues:
-                role = "part" if "part" in cues else "term"
+            if "part" in cues:
+                role = "part"
+            elif cues:
+                role = "term"
             elif _BEFORE_VARIABLE.match(text, number.end) or _AFTER_VARIABLE.search(around):
                 role = "part"  # 5 in x + 5, 5x, 5/x, and 3 in 3(x + 1)
         with_roles.append(replace(number, role=role))
@@ -498,9 +505,13 @@ def extract_answer(text: str, language: str | None = None) -> Decimal | None:
     for heading in reversed(list(_HEADING.finditer(text))):
         line = _after(text, heading).partition("\n")[0]
         if _DIGIT.search(line):
-            sentence = _up_to(_SENTENCE_END, line)
-            answer = _only_answer(line if _WORD.search(sentence) else sentence, language)
-            return _last_answer(text[heading.end() :], language) if answer is None else answer
+            stated = _up_to(_SENTENCE_END, line)
+            if _WORD.search(stated):
+                stated = line
+            answer = _only_answer(stated, language)
+            if answer is None:
+                answer = _last_answer(text[heading.end() :], language)
+            return answer
 
     return _last_answer(text, language)
 
@@ -574,21 +585,24 @@ def _stated_answer(sentence: str, numbers: list[Number]) -> Decimal | None:
 
 
 def _last_answer(text: str, language: str | None) -> Decimal | None:
-    """The answer in the last statement of `text` with a number. Brackets are read only if nothing else has one."""
+    """The answer in the last statement of `text` with a number."""
     if _UNFINISHED.search(text[-40:]):
         return None
-    plain = _ASIDE.sub(" ", text)
-    statements = _STATEMENT_END.split(plain if _DIGIT.search(plain) else text)
-    for statement in reversed(statements):
+    for statement in reversed(_STATEMENT_END.split(_without_asides(text))):
         if _DIGIT.search(statement):
             return _only_answer(statement, language)
     return None
 
 
+def _without_asides(text: str) -> str:
+    """`text` without what is in brackets, unless only brackets hold a number."""
+    plain = _ASIDE.sub(" ", text)
+    return plain if _DIGIT.search(plain) else text
+
+
 def _only_answer(statement: str, language: str | None) -> Decimal | None:
     """The one answer in a statement."""
-    plain = _ASIDE.sub(" ", statement)
-    statement = plain if _DIGIT.search(plain) else statement
+    statement = _without_asides(statement)
     return _answer_among(find_numbers(statement, language), statement)
 
 

@@ -8,7 +8,7 @@ for every subject, so that the answers differ by weights alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +81,9 @@ class Reply:
 
     def as_json(self) -> dict[str, Any]:
         """As plain data."""
-        prompt = self.prompt if isinstance(self.prompt, str) else [dict(message) for message in self.prompt]
+        prompt: Any = self.prompt
+        if not isinstance(prompt, str):
+            prompt = [dict(message) for message in prompt]
         return {"prompt": prompt, "answers": {name: asdict(answer) for name, answer in self.answers.items()}}
 
 
@@ -104,7 +106,9 @@ class AskSettings:
     @property
     def sampling(self) -> dict[str, float]:
         """What transformers gets for sampling; empty for greedy answers."""
-        return {"temperature": self.temperature, "top_p": self.top_p} if self.temperature else {}
+        if not self.temperature:
+            return {}
+        return {"temperature": self.temperature, "top_p": self.top_p}
 
     @property
     def bounds(self) -> dict[str, Any]:
@@ -139,8 +143,10 @@ class AskSettings:
 
     def _check_plain(self, problems: Problems) -> None:
         """Report what only a chat template can say."""
-        why = "is passed, but `plain` leaves out the chat template" if self.plain else "needs a chat template"
-        remedy = "Pass one of them" if self.plain else "Leave it out: the tokenizer has no chat template"
+        if self.plain:
+            why, remedy = "is passed, but `plain` leaves out the chat template", "Pass one of them"
+        else:
+            why, remedy = "needs a chat template", "Leave it out: the tokenizer has no chat template"
         for name in ("system_instruction", "enable_thinking"):
             if getattr(self, name) is not None:
                 problems.add(f"`{name}` {why}", remedy, parameter=name)
@@ -193,16 +199,22 @@ class Panel:
             raise ArgumentError(f"`{name}` can only be used with a composition", "Leave it out", parameter=name)
 
         # The base: the one that was passed, or that the composition or the first adapter names.
-        named = [] if plan is None else [plan.base.reference]
-        named += [adapter.config.base_reference for adapter in adapters.values()]
-        reference = str(base_model) if base_model is not None else next(filter(None, named), None)
+        named = [adapter.config.base_reference for adapter in adapters.values()]
+        if plan is not None:
+            named.insert(0, plan.base.reference)
+        reference = next(filter(None, named), None)
+        if base_model is not None:
+            reference = str(base_model)
         if reference is None:
             raise BaseModelError(
                 "The base model is not known", "Pass its folder or Hub id as `base_model`", parameter="base_model"
             )
         base = OpenedBase.open(reference)
-        subjects = [Subject(base, plan=plan)] if plan is not None else []
-        subjects += [Subject(base, adapter=adapter.source) for adapter in adapters.values()]
+        subjects = [Subject(base, adapter=adapter.source) for adapter in adapters.values()]
+        tokenizer = None
+        if plan is not None:
+            subjects.insert(0, Subject(base, plan=plan))
+            tokenizer = plan.composition.tokenizer
         for subject in subjects:
             subject.check()
         _check_live(Subject(base), adapters)
@@ -211,7 +223,7 @@ class Panel:
             {name: adapter.source.folder for name, adapter in adapters.items()},
             base.source.folder,
             rows=getattr(base.config.get_text_config(), "vocab_size", None),
-            tokenizer=None if plan is None else plan.composition.tokenizer,
+            tokenizer=tokenizer,
             template=settings.chat_template_from,
         )
         base = base.with_companions(companions)
@@ -220,12 +232,16 @@ class Panel:
         name = _COMPOSITION
         while name in adapters:
             name += "_"
-        known = [BASE, *adapters, *([name] if plan is not None else [])]
-        if settings.only is None:
-            # A slice says nothing on its own: it lacks the layers that were cut away.
-            asked = [one for one in known if one not in adapters or adapters[one].kept_layers is None]
-        else:
+        known = [BASE, *adapters]
+        if plan is not None:
+            known.append(name)
+
+        if settings.only is not None:
             asked = _chosen(settings.only, known)
+        else:
+            # A slice says nothing on its own: it lacks the layers that were cut away.
+            slices = {name for name, adapter in adapters.items() if adapter.kept_layers is not None}
+            asked = [one for one in known if one not in slices]
         return Panel(base, tuple(asked), adapters, plan, name, companions, settings)
 
     @contextmanager
@@ -253,8 +269,12 @@ class Panel:
             speaker = model
             if needed:
                 # PEFT cannot hold an adapter under every name that a composition may use.
-                safe = {name: name if ExpertName(name).fits_peft else _safe(name, needed) for name in needed}
-                speaker = LiveComposer.from_experts(model, {safe[name]: needed[name] for name in needed})
+                safe: dict[str, str] = {}
+                for name in needed:
+                    safe[name] = name
+                    if not ExpertName(name).fits_peft:
+                        safe[name] = _safe(name, {*needed, *safe.values()})
+                speaker = LiveComposer.from_experts(model, {safe[name]: adapter for name, adapter in needed.items()})
                 for name, subject in answering.items():
                     if isinstance(subject, str):
                         answering[name] = safe.get(subject, subject)
@@ -343,7 +363,9 @@ class Seated:
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt, rendered by the chat template unless there is none."""
         settings, tokenizer = self.panel.settings, self.panel.base.tokenizer
-        messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        messages: list[Message] = list(prompt)
         _check_messages(messages)
         if settings.has_template(tokenizer):
             # A chat template writes the special tokens itself.
@@ -430,7 +452,7 @@ def _chosen(only: Sequence[str], known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(only))
 
 
-def _safe(name: str, taken: Mapping[str, Adapter]) -> str:
+def _safe(name: str, taken: Collection[str]) -> str:
     """A name for PEFT in place of one that it cannot hold."""
     safe = "expert_" + "".join(letter if letter.isalnum() else "_" for letter in name)
     while safe in taken:

@@ -87,13 +87,15 @@ def local_folders(names: Sequence[str]) -> dict[str, Path]:
     problems = Problems(NotFoundError)
     variables = {}
     for name in names:
+        variant = variant_of(name)
         if is_flores(name):
             with problems.collect():
                 _direction(name)
             variables[name] = FLORES_PATH
+        elif variant:
+            variables[name] = variant.variable
         else:
-            variant = variant_of(name)
-            variables[name] = variant.variable if variant else MULTIJAIL_PATH
+            variables[name] = MULTIJAIL_PATH
 
     folders = {}
     for variable in dict.fromkeys(variables.values()):
@@ -124,7 +126,8 @@ def _direction(name: str) -> tuple[str, str, str]:
             remedy = "Use a code such as swh_Latn"
             problems.add(f"{name}: {code} is not a FLORES-200 language code", remedy, parameter="tasks")
     problems.raise_if_any()
-    return match[2], match[3], "dev" if match[1] else "devtest"
+    split = "dev" if match[1] else "devtest"
+    return match[2], match[3], split
 
 
 def _sentences(folder: Path, split: str, code: str) -> list[tuple[int | None, str]]:

@@ -83,16 +83,15 @@ def _room_in_tmpdir(*, full: bool) -> Iterator[None]:
     try:
         yield
     except OutputError as error:
-        raise OutputError(
-            error.problems[0].message,
-            "Set TMPDIR to a folder on a disk with enough free space for the base model"
-            if full
-            else "Set TMPDIR to a folder on a disk with enough free space",
-        ) from error
+        remedy = "Set TMPDIR to a folder on a disk with enough free space"
+        if full:
+            remedy += " for the base model"
+        raise OutputError(error.problems[0].message, remedy) from error
 
 
 def _merged(plan: Plan, folder: Path, base_model: str) -> Path:
-    return prepare_model(plan, ModelForm(), None if plan.is_model else base_model).write(folder)
+    base = None if plan.is_model else base_model
+    return prepare_model(plan, ModelForm(), base).write(folder)
 
 
 @dataclass(frozen=True)

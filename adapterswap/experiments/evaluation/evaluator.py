@@ -155,13 +155,16 @@ def preview(
         explained_task_errors(loaded.tasks),
     ):
         for name, task in loaded.tasks.items():
+            chat_template = None
+            if settings.apply_chat_template:
+                chat_template = chat_prompts(tokenizer, settings)
             task.set_fewshot_seed(settings.seed)
             task.build_all_requests(
                 limit=get_sample_size(task, settings.limit),
                 system_instruction=settings.system_instruction,
                 apply_chat_template=settings.apply_chat_template,
                 fewshot_as_multiturn=settings.apply_chat_template,
-                chat_template=chat_prompts(tokenizer, settings) if settings.apply_chat_template else None,
+                chat_template=chat_template,
             )
             check_texts({name: task})
             requests = task.instances
@@ -180,12 +183,20 @@ def preview(
                 for request, ids in zip(requests, encoded, strict=True):
                     check_prompt(name, request.doc_id, len(ids))
                 most = output_limit(requests[0].args[1], settings.max_gen_toks)
-                room = None if context is None else context - longest
+                if context is not None:
+                    room = context - longest
 
             # Where likelihoods are compared, the prompts with their continuations. The last token of one is not read.
-            scored = ["".join(request.args) for request in requests if request.request_type == "loglikelihood"]
-            whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"] if scored else []
-            overlong = 0 if context is None else sum(len(ids) > context + 1 for ids in whole)
+            scored = []
+            for request in requests:
+                if request.request_type == "loglikelihood":
+                    scored.append("".join(request.args))
+            whole: list[list[int]] = []
+            if scored:
+                whole = tokenizer(scored, add_special_tokens=not begun)["input_ids"]
+            overlong = 0
+            if context is not None:
+                overlong = sum(len(ids) > context + 1 for ids in whole)
 
             for ids in (*encoded, *whole):
                 vocabulary.check(ids)
@@ -350,8 +361,9 @@ def run_harness(
     from lm_eval import evaluator
 
     # The harness numbers the documents in the given order, and takes an empty list to mean all.
-    requested_documents = None
+    limit, requested_documents = settings.limit, None
     if documents is not None:
+        limit = None
         requested_documents = {name: sorted(documents[name]) for name in loaded.tasks}
 
     for task in loaded.tasks.values():
@@ -360,7 +372,7 @@ def run_harness(
         results: Mapping[str, Any] = evaluator.evaluate(
             model,
             {"tasks": loaded.tasks, "groups": loaded.groups},
-            limit=settings.limit if requested_documents is None else None,
+            limit=limit,
             samples=requested_documents,
             apply_chat_template=settings.apply_chat_template,
             fewshot_as_multiturn=settings.apply_chat_template,
@@ -395,9 +407,9 @@ def as_result(
             doc_id = row["doc_id"]
             if doc_id not in by_document:
                 by_document[doc_id] = _sample(name, row)
-                keys = {request_key(*arguments[:2]) for arguments in row["arguments"] if len(arguments) > 1}
-                if not keys.isdisjoint(model.truncated):
-                    cut_prompts.add(doc_id)
+                for arguments in row["arguments"]:
+                    if len(arguments) > 1 and request_key(*arguments[:2]) in model.truncated:
+                        cut_prompts.add(doc_id)
             _add_filter(by_document[doc_id], row)
         truncated[name] = len(cut_prompts)
 
@@ -419,7 +431,9 @@ def as_result(
         settings={"tasks": list(tasks), **settings.described(), **around},
         groups=groups,
     )
-    return _with_languages(result, tasks) if settings.language_fidelity else result
+    if settings.language_fidelity:
+        result = _with_languages(result, tasks)
+    return result
 
 
 def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> EvaluationResult:
@@ -430,8 +444,8 @@ def _with_languages(result: EvaluationResult, tasks: Mapping[str, Any]) -> Evalu
     shares: dict[str, list[float]] = {}
     samples = []
     for sample in result.samples:
-        language = language_of(sample.task) if writes_language(sample.task, tasks[sample.task]) else None
-        if language is not None:
+        language = language_of(sample.task)
+        if language is not None and writes_language(sample.task, tasks[sample.task]):
             text = sample.output if isinstance(sample.output, str) else ""
             share = language_share(text, language)
             if share is not None:
@@ -477,12 +491,13 @@ def surroundings(model: Any, tasks: Iterable[Any] = ()) -> dict[str, Any]:
             alone.add("loglikelihood_rolling" if is_rolling else "loglikelihood")
 
     generation = model.generation_config.to_diff_dict()
+    generation.pop("transformers_version", None)  # it is among the versions
     around: dict[str, Any] = {}
     if alone:
         around["one_by_one"] = sorted(alone)
     around["dtype"] = str(model.dtype).removeprefix("torch.")
     around["device"] = model.device.type
-    around["generation_config"] = {key: value for key, value in generation.items() if key != "transformers_version"}
+    around["generation_config"] = generation
     around["versions"] = {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")}
     return around
 

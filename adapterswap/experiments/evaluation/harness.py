@@ -139,6 +139,7 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
     """
     spec = mgsm_task(name, folder)
     rows = [{"question": question, "answer": str(number)} for question, number in spec.language.questions]
+    shots = [{"question": question, "answer": answer} for question, answer in spec.shots()]
 
     first = {"function": "take_first"}
     if spec.strict_pattern is None:  # direct tasks compare the whole output
@@ -157,10 +158,7 @@ def build_mgsm_task(name: str, folder: Path | None = None) -> ConfigurableTask:
             "doc_to_text": lambda doc: spec.prompt(doc["question"]),
             "doc_to_target": lambda doc: doc["answer"],
             "target_delimiter": spec.answer_space,
-            "fewshot_config": {
-                "sampler": "first_n",
-                "samples": [{"question": question, "answer": answer} for question, answer in spec.shots()],
-            },
+            "fewshot_config": {"sampler": "first_n", "samples": shots},
             "num_fewshot": 8,
             "generation_kwargs": {
                 "until": [spec.language.question_word, "</s>", "<|im_end|>"],
@@ -228,6 +226,14 @@ def output_limit(gen_kwargs: Mapping[str, Any] | None, default: int) -> int:
     return int(normalize_gen_kwargs(dict(gen_kwargs or {}), default)["max_gen_toks"])
 
 
+def ends_of(generation_config: Any) -> tuple[int, ...]:
+    """The ids of the tokens that end an output: a config has one of them, several or none."""
+    ends = generation_config.eos_token_id
+    if isinstance(ends, int):
+        return (ends,)
+    return tuple(ends or ())
+
+
 class EvaluatedModel(HFLM):  # type: ignore[misc]
     """A loaded model for the harness: without bars, and with a record of cut outputs and truncated prompts.
 
@@ -269,7 +275,9 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
             del model.tie_weights
 
         # A chat template writes the special tokens itself, as in training and in transformers.
-        self.add_bos_token: bool | None = False if settings.apply_chat_template else None
+        self.add_bos_token: bool | None = None
+        if settings.apply_chat_template:
+            self.add_bos_token = False
         self._as_chat = chat_prompts(tokenizer, settings)
         self._may_reason = settings.enable_thinking is not False
 
@@ -504,7 +512,9 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
 
         if self.device.type == "cpu" and Reading.of(self.model).right:
             pairs = [(tuple(context), tuple(continuation)) for _, context, continuation in requests]
-            longest = self.max_length + 1 if self._lengths.alike is None else self._lengths.alike
+            longest = self._lengths.alike
+            if longest is None:
+                longest = self.max_length + 1
             shared = shared_contexts(pairs, longest)
             if shared:
                 with torch.no_grad():
@@ -528,8 +538,7 @@ class EvaluatedModel(HFLM):  # type: ignore[misc]
         thinks = self.think_end_token is not None
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         tokens = self._tokens(context, max_length, [eos] if thinks else stop, **kwargs)
-        ends = self.model.generation_config.eos_token_id
-        ends = {ends} if isinstance(ends, int) else set(ends or ())
+        ends = set(ends_of(self.model.generation_config))
 
         for prompt, output in zip(context.tolist(), tokens[:, context.shape[1] :].tolist(), strict=True):
             reasons = self._may_reason and self._reader.reasons_after(prompt)

@@ -248,7 +248,8 @@ def _task_names(prefix: str) -> list[str]:
 def mgsm_task(name: str, folder: Path | None = None) -> MgsmTask:
     """The task of that name; `folder` has the questions of a variant."""
     variant = variant_of(name)
-    mode, _, code = name.removeprefix(variant.prefix if variant else "mgsm_").rpartition("_")
+    prefix = variant.prefix if variant else "mgsm_"
+    mode, _, code = name.removeprefix(prefix).rpartition("_")
     language = read_variant(variant, folder, code) if variant and folder else read_mgsm(code)
     return MgsmTask(mode, language)
 

@@ -216,7 +216,14 @@ SCALES_BEFORE = {12: "dazeni", 100: "(?-i:mia)", 10**3: "elfu", 10**5: "(?-i:lak
 
 def any_word(*tables: tuple[str, ...]) -> str:
     """A pattern for any word of these tables. Words of the first six languages are whole words."""
-    spaced = "|".join(words for table in tables for words in table[:6] if words)
-    unspaced = "|".join(words for table in tables for words in table[6:] if words)
-    whole_words = rf"(?<!\w)(?:{spaced})(?!\w)" if spaced else ""
-    return unicodedata.normalize("NFKC", f"(?:{'|'.join(filter(None, (whole_words, unspaced)))})")
+    spaced: list[str] = []
+    unspaced: list[str] = []
+    for table in tables:
+        spaced += filter(None, table[:6])
+        unspaced += filter(None, table[6:])
+
+    alternatives = unspaced
+    if spaced:
+        whole_words = rf"(?<!\w)(?:{'|'.join(spaced)})(?!\w)"
+        alternatives = [whole_words, *unspaced]
+    return unicodedata.normalize("NFKC", f"(?:{'|'.join(alternatives)})")

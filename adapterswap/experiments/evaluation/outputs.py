@@ -73,7 +73,9 @@ class OutputReader:
         """What follows the last end of a reasoning: the rest of the token that it ends in, and the tokens after it."""
         if isinstance(self._think_end, int):
             places = [place for place, token in enumerate(tokens) if token == self._think_end]
-            return ("", tokens[places[-1] + 1 :]) if places else None
+            if not places:
+                return None
+            return "", tokens[places[-1] + 1 :]
 
         written = self._decode(tokens)
         if self._think_end is None or self._think_end not in written:

@@ -13,7 +13,7 @@ import torch
 
 from adapterswap.core import OpenedBase
 from adapterswap.experiments.evaluation.evaluator import padded
-from adapterswap.experiments.evaluation.harness import EvaluatedModel, seed_of
+from adapterswap.experiments.evaluation.harness import EvaluatedModel, ends_of, seed_of
 from adapterswap.experiments.evaluation.requests import Answer, Generation, Likelihood, Request
 from adapterswap.experiments.evaluation.results import check_texts
 from adapterswap.experiments.evaluation.settings import Settings
@@ -81,11 +81,12 @@ class Paper(EvaluatedModel):
     def _tokens(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
         prompt = tuple(context[0].tolist())
         settings = _sampling(kwargs, self._generation_config)
-        seed = seed_of(self._seed, self._sampled) if settings.get("do_sample") else None
+        seed = None
+        if settings.get("do_sample"):
+            seed = seed_of(self._seed, self._sampled)
         self._sampled += 1
-        ends = self._generation_config.eos_token_id
-        ends = (ends,) if isinstance(ends, int) else tuple(ends or ())
 
+        ends = ends_of(self._generation_config)
         request = Generation(prompt, max_length - len(prompt), tuple(stop), ends, tuple(sorted(settings.items())), seed)
         answer = self._answered(request, ends[:1])
         return torch.cat([context, torch.tensor([answer], dtype=context.dtype).reshape(1, -1)], dim=1)
@@ -126,5 +127,10 @@ def _sampling(kwargs: Mapping[str, Any], config: Any) -> dict[str, Any]:
     left_out = set(_ELSEWHERE)
     if not settings.get("do_sample") or settings.get("temperature") == 0:
         left_out |= _OF_SAMPLING
-    left_out |= {name for name, value in settings.items() if value is False or value is None}
-    return {name: value for name, value in settings.items() if name not in left_out}
+
+    kept = {}
+    for name, value in settings.items():
+        is_off = value is False or value is None
+        if name not in left_out and not is_off:
+            kept[name] = value
+    return kept

@@ -70,7 +70,9 @@ class Vocabulary:
 
     def check(self, ids: Iterable[int]) -> None:
         """Refuse a prompt's ids if one of them has no row: a `BaseModelError` that names the token."""
-        beyond = max(ids, default=0) if self.may_lack_rows else 0
+        if not self.may_lack_rows:
+            return
+        beyond = max(ids, default=0)
         if self._rows is not None and beyond >= self._rows:
             raise BaseModelError(
                 f"A prompt has the token {self._tokenizer.convert_ids_to_tokens(beyond)!r}, whose id is {beyond}, but "

@@ -218,10 +218,11 @@ def write_result(
     Raises:
         AdapterswapError: see `OutputKind.folder`.
     """
-    content = result.as_json() | {
-        "subject": dict(subject or {}),
-        "first_prompts": {sample.task: sample.prompt for sample in result.samples if sample.doc_id == 0},
-    }
+    first_prompts = {}
+    for sample in result.samples:
+        if sample.doc_id == 0:
+            first_prompts[sample.task] = sample.prompt
+    content = result.as_json() | {"subject": dict(subject or {}), "first_prompts": first_prompts}
     with EVALUATION.folder(out_path, overwrite=overwrite, inputs=inputs) as folder:
         write_json(folder / "results.json", content)
         with (folder / "samples.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:

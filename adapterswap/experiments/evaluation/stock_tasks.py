@@ -55,7 +55,9 @@ def unsafe_tasks(names: Iterable[str], index: Mapping[str, Any]) -> list[str]:
     seen = set()
     for name, inline_config in waiting:  # grows while it is read
         entry = index.get(name)
-        config = entry.cfg or {} if entry else {}
+        config: dict[str, Any] = {}
+        if entry and entry.cfg:
+            config = entry.cfg
         if inline_config.get("unsafe_code") or config.get("unsafe_code"):
             unsafe[name] = None
         if name in seen:
@@ -138,7 +140,9 @@ def _members(config: Mapping[str, Any]) -> list[str]:
     """The names of a group's members, with those of groups inside it."""
     tasks = config.get("task")
     names: list[str] = []
-    for member in tasks if isinstance(tasks, list) else ():
+    if not isinstance(tasks, list):
+        return names
+    for member in tasks:
         if isinstance(member, str):
             names.append(member)
         elif isinstance(member, dict):
@@ -297,7 +301,9 @@ _LISTED = "Run `lm_eval ls tasks` to list the tasks of lm-evaluation-harness"
 
 def _manager(names: Iterable[str], include_path: str | None) -> Any:
     """The harness's manager of tasks, with an index of what these names need; of everything if one is a pattern."""
-    files = () if include_path is None else Stamps.of(files_in(Path(include_path)))
+    files = Stamps()
+    if include_path is not None:
+        files = Stamps.of(files_in(Path(include_path)))
     return _indexed(include_path, files, frozenset(names))
 
 
@@ -378,8 +384,10 @@ def _is_reader(path: Any) -> bool:
 
 def _check_files(value: Any, task_file: Path) -> None:
     """Refuse paths of data in `dataset_kwargs` that do not exist: the harness would look for them on the Hub."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
             _check_files(item, task_file)
     elif isinstance(value, str) and "://" not in value and not glob.glob(os.path.expanduser(value), recursive=True):
         raise DataError(

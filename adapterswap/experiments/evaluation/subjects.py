@@ -288,9 +288,11 @@ class Evaluation:
             raise ArgumentError(f"`{name}` can only be used with a composition", "Pass `plan` as well", parameter=name)
         if plan is not None:
             plan.check_adapter()
-        source = None
-        if adapter:
-            source = adapter.source if isinstance(adapter, Adapter) else find_adapter(str(adapter))
+        source: Source | None = None
+        if isinstance(adapter, Adapter):
+            source = adapter.source
+        elif adapter:
+            source = find_adapter(str(adapter))
         inputs: list[str | Path | None] = [base_model, source.folder if source else None, settings.include_path]
         if plan:
             inputs += plan.inputs

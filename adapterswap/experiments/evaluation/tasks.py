@@ -74,7 +74,9 @@ def _plain(value: Any) -> Any:
 
 MAX_SHOTS = 8  # as many exemplars as MGSM has
 _SHOTS = re.compile(r"(.+)@(\d{1,3})")
-_FAMILIES = {f"mgsm_{mode}": [f"mgsm_{mode}_{code}" for code in LANGUAGES] for mode in MODES}
+_FAMILIES: dict[str, list[str]] = {}
+for _mode in MODES:
+    _FAMILIES[f"mgsm_{_mode}"] = [f"mgsm_{_mode}_{code}" for code in LANGUAGES]
 _OURS = (*mgsm_task_names(), *_FAMILIES, *LOCAL_NAMES)
 
 
@@ -179,9 +181,12 @@ class LoadedTasks:
         Args:
             named: the tasks that a recipe names itself.
         """
-        problems = Problems(FieldError)
         grouped = [name for name in self.tasks if name not in named]
-        alone = LoadedTasks.load(grouped, settings) if grouped else LoadedTasks({})
+        if not grouped:
+            return
+
+        problems = Problems(FieldError)
+        alone = LoadedTasks.load(grouped, settings)
         for name in alone.tasks:
             if alone.fingerprint(name) != self.fingerprint(name):
                 shots = self.tasks[name].get_config("num_fewshot")
@@ -204,13 +209,17 @@ def split_shots(name: str) -> tuple[str, int | None]:
 
 def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> LoadedTasks:
     """Tasks with the same number of shots: that of the suffix of their names, else that of the settings."""
-    num_fewshot = int(suffix[1:]) if suffix else settings.num_fewshot
-    include_path = None if settings.include_path is None else expand(settings.include_path)
+    num_fewshot, parameter = settings.num_fewshot, "num_fewshot"
+    if suffix:
+        num_fewshot, parameter = int(suffix[1:]), "tasks"
+    include_path = None
+    if settings.include_path is not None:
+        include_path = str(expand(settings.include_path))
 
     resolved = _resolve(names)
     problems = Problems(ArgumentError)
     if num_fewshot is not None:
-        _check_shots(resolved, num_fewshot, problems, parameter="tasks" if suffix else "num_fewshot")
+        _check_shots(resolved, num_fewshot, problems, parameter=parameter)
     if resolved.theirs:
         with problems.collect():
             check_known(resolved.theirs, include_path, others=_OURS)
@@ -226,7 +235,7 @@ def _load_alike(names: Sequence[str], settings: Settings, suffix: str) -> Loaded
             num_fewshot=num_fewshot,
             suffix=suffix,
             generation=json.dumps(dict(settings.gen_kwargs), sort_keys=True),
-            include_path=str(include_path) if include_path else None,
+            include_path=include_path,
             unsafe_code=settings.confirm_run_unsafe_code,
             trust_task_code=settings.trust_task_code,
         )
@@ -267,7 +276,9 @@ def _check_shots(resolved: _TaskNames, num_fewshot: int, problems: Problems, *, 
     if resolved.mgsm or any(map(variant_of, resolved.local)):
         limits["MGSM"] = MAX_SHOTS
     if parameter == "tasks":  # `num_fewshot` passes over tasks that always have none
-        limits |= dict.fromkeys((name for name in resolved.local if name.startswith("multijail_")), 0)
+        for name in resolved.local:
+            if name.startswith("multijail_"):
+                limits[name] = 0
     for name, limit in limits.items():
         if num_fewshot > limit:
             problems.add(

@@ -114,7 +114,9 @@ class Needs:
         # vLLM adapts modules by the last parts of their names, so all of the base's that end in one of them count.
         adapted = set()
         for plan, _ in adapters.values():
-            adapted |= {module.name.rpartition(".")[2] for module in plan.modules.values() if module.terms}
+            for module in plan.modules.values():
+                if module.terms:
+                    adapted.add(module.name.rpartition(".")[2])
         width = 0
         for name, shape in _shapes_of(base).items():
             if name.rpartition(".")[2] in adapted:
@@ -261,21 +263,29 @@ class VLLMEngine(Engine):
         import vllm
 
         versions = {name: version(name) for name in ("lm_eval", "peft", "torch", "transformers")}
-        own = self._base.generation_config().to_diff_dict()
+        generation = self._base.generation_config().to_diff_dict()
+        generation.pop("transformers_version", None)  # it is among the versions
         return {
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
             "device": self._platform,
-            "generation_config": {key: value for key, value in own.items() if key != "transformers_version"},
+            "generation_config": generation,
             "batch_invariant": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
             "versions": {**versions, "vllm": vllm.__version__},
         }
 
     def put(self, key: str, subject: Loadable) -> None:
         """See `Engine`. An adapter that vLLM refuses is refused here."""
+        full_weights: Path | None = None
+        adapter: Path | None = None
+        if isinstance(subject, FullWeights):
+            full_weights = subject.folder
+        else:
+            adapter = subject
+
         self._subjects[key] = subject
-        self._put_weights(subject.folder if isinstance(subject, FullWeights) else None)
+        self._put_weights(full_weights)
         if self._zeros:
-            self._adapters[key] = self._load(key, subject if isinstance(subject, Path) else None)
+            self._adapters[key] = self._load(key, adapter)
 
     def ask(self, key: str, request: Request) -> None:
         """See `Engine`."""
@@ -376,7 +386,8 @@ class VLLMEngine(Engine):
         if folder is None:
             folder = self._folder / f"zeros-{number}"
             folder.mkdir()
-            save_file({name: np.zeros(shape, np.float32) for name, shape in self._zeros.items()}, folder / WEIGHTS)
+            zeros = {name: np.zeros(shape, np.float32) for name, shape in self._zeros.items()}
+            save_file(zeros, folder / WEIGHTS)
             modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._zeros})
             config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": modules, "bias": "none"}
             (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
