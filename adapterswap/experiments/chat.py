@@ -46,8 +46,11 @@ def bounded(call: Callable[[], _Result], seconds: float | None = None) -> _Resul
 
     # If the caller has set a timer, it continues afterwards.
     may_end = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    before = signal.signal(signal.SIGVTALRM, end) if may_end else None
-    left = signal.setitimer(signal.ITIMER_VIRTUAL, most)[0] if may_end else 0.0
+    before: Any = None
+    left = 0.0
+    if may_end:
+        before = signal.signal(signal.SIGVTALRM, end)
+        left, _ = signal.setitimer(signal.ITIMER_VIRTUAL, most)
     try:
         result = call()
     except (TemplateError, AdapterswapError):
@@ -127,7 +130,9 @@ class ChatTemplate:
 
         # transformers leaves nulls out, and gives reasoning all the names that templates know.
         alias = getattr(chat_template_utils, "_alias_reasoning_fields", list)
-        conversation = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        conversation = []
+        for message in messages:
+            conversation.append({key: value for key, value in message.items() if value is not None})
         variables = {
             **self._tokenizer.special_tokens_map,
             "documents": None,
@@ -180,8 +185,9 @@ class ChatTemplate:
             @classmethod
             def now(cls, tz: datetime.tzinfo | None = None) -> Any:
                 template.asked_date = True
-                now = datetime.datetime.now(tz)
-                return now if template._date is None else datetime.datetime.combine(template._date, datetime.time())
+                if template._date is None:
+                    return datetime.datetime.now(tz)
+                return datetime.datetime.combine(template._date, datetime.time())
 
         chat_template_utils.datetime = Clock
         try:
@@ -194,9 +200,11 @@ def as_date(value: Any) -> Any:
     """A date as text such as 2026-11-27, which YAML reads as a date; a ValueError for another form of text."""
     if isinstance(value, datetime.date):
         return value.isoformat()
-    if isinstance(value, str) and not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+    if not isinstance(value, str):
+        return value
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", value):
         raise ValueError(f"{value!r} is not a date in the form 2026-11-27")
-    return datetime.date.fromisoformat(value).isoformat() if isinstance(value, str) else value
+    return datetime.date.fromisoformat(value).isoformat()
 
 
 @lru_cache(maxsize=16)

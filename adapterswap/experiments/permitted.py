@@ -155,8 +155,10 @@ def foreign_source(path: Any, *files: Any, known: bool = False) -> str | None:
 
 def _foreign_address(value: Any) -> str | None:
     """The first of the names of files in a text, list or mapping that may not be opened; None if all may."""
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
             address = _foreign_address(item)
             if address is not None:
                 return address
@@ -212,7 +214,9 @@ def foreign_in_task(content: Mapping[str, Any], function: type) -> Iterator[str]
 
 def _unlisted(content: Any, names: Collection[str], where: str, function: type) -> Iterator[str]:
     """The keys of a mapping that are not among `names`, unless a function, which is refused anyway, is their value."""
-    for name, value in content.items() if isinstance(content, Mapping) else ():
+    if not isinstance(content, Mapping):
+        return
+    for name, value in content.items():
         if name not in names and not isinstance(value, function):
             yield f"{where}{name}"
 

@@ -91,7 +91,8 @@ def pretrain(
     """
     import torch
 
-    batches = _batches([_row(example) for example in pretraining_rows(scene, seed)], Random(seed))
+    rows = [_row(example) for example in pretraining_rows(scene, seed)]
+    batches = _batches(rows, Random(seed))
     steps = len(batches)
 
     def rate(step: int) -> float:

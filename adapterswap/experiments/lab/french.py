@@ -296,7 +296,9 @@ class FrenchResult:
         for problem, answer_of in self.shown():
             marked = []
             for answer in answer_of.values():
-                marked.append(f"{answer} ✓" if answer == problem.answer else answer)
+                if answer == problem.answer:
+                    answer += " ✓"
+                marked.append(answer)
             answers.add_row(f"{problem.questions['fr']}\n{problem.questions['en']}", problem.answer, *marked)
         yield answers
 
@@ -415,11 +417,12 @@ def read_result(run: Run, problems: list[WordProblem]) -> FrenchResult:
         (cell,) = (result.cell for result in run.results if result.cell.family == family)
         samples = sorted(run.samples(cell) or (), key=lambda row: row["doc_id"])
 
-        likeliest = []
+        likeliest, is_right = [], []
         for problem, sample in zip(problems, samples, strict=True):
             likelihoods = [likelihood for likelihood, _ in sample["output"]]
-            likeliest.append(str(problem.choices[int(np.argmax(likelihoods))]))
+            answer = str(problem.choices[int(np.argmax(likelihoods))])
+            likeliest.append(answer)
+            is_right.append(answer == problem.answer)
         answers[family] = tuple(likeliest)
-        is_right = [answer == problem.answer for answer, problem in zip(likeliest, problems, strict=True)]
         right[family] = np.array(is_right)
     return FrenchResult(right, answers, tuple(problems))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ METHODS = {
 }
 
 # (b, u). (0, 0) is the math expert alone: scored for comparison, but never chosen.
-ZONES = tuple((bottom, top) for bottom in range(5) for top in range(3) if bottom + top < NUM_LAYERS)
+ZONES = tuple(zone for zone in product(range(5), range(3)) if sum(zone) < NUM_LAYERS)
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2)
 
 # Found on the development set: a minute of training, enough to learn the words without harming other skills.

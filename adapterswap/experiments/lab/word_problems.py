@@ -158,10 +158,14 @@ def _choices(a: int, b: int, answer: int, rng: Random) -> tuple[int, ...]:
     if a % b == 0:
         others.add(a // b)
     others = {number for number in others if number > 0 and number != answer}
-    near = [answer + step for step in (-10, -2, -1, 1, 2, 10) if answer + step > 0]
-
     picked = rng.sample(sorted(others), min(2, len(others)))
-    picked += rng.sample([number for number in near if number not in picked], 3 - len(picked))
+
+    near = []
+    for step in (-10, -2, -1, 1, 2, 10):
+        number = answer + step
+        if number > 0 and number not in picked:
+            near.append(number)
+    picked += rng.sample(near, 3 - len(picked))
     choices = [answer, *picked]
     rng.shuffle(choices)
     return tuple(choices)

@@ -68,7 +68,9 @@ def title_of(fields: Mapping[str, Any]) -> str:
     if "partition" in fields:
         return f"Partition {fields['partition']} of the second paper"
     name = fields.get("method", "layer_swap")
-    title = "layer swap" if name == "layer_swap" else find_method(str(name)).title
+    title = "layer swap"
+    if name != "layer_swap":
+        title = find_method(str(name)).title
     return title[0].upper() + title[1:]
 
 
@@ -164,7 +166,9 @@ class Controls:
                 if value is None or not (is_required or value != Composition.model_fields[name].default):
                     continue
                 # A number of layers that was typed arrives as a float.
-                fields[name] = int(value) if name in ZONES and float(value).is_integer() else value
+                if name in ZONES and float(value).is_integer():
+                    value = int(value)
+                fields[name] = value
 
             task, language = tuple(values["task"] or ()), tuple(values["language"] or ())
             return Choice(task, language, fields, unpacked(painted), prompt or "")

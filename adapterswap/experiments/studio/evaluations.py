@@ -112,8 +112,10 @@ def _pair(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def tasks(workspace: Workspace) -> list[str]:
     """The tasks: the lab's problems if the models are the lab's, MGSM, and the visitor's own file."""
-    lab = [_LAB + language for language in workspace.lab.languages] if workspace.lab else []
-    return [*lab, *mgsm_task_names(), OWN_FILE]
+    own: list[str] = []
+    if workspace.lab:
+        own = [_LAB + language for language in workspace.lab.languages]
+    return [*own, *mgsm_task_names(), OWN_FILE]
 
 
 def evaluate_live(
@@ -167,7 +169,7 @@ def evaluate_live(
     try:
         while (item := news.get()) is not None:
             if isinstance(item, BaseException):
-                raise item if isinstance(item, AdapterswapError) else _explained(item)
+                raise _explained(item)
             yield item
     finally:
         stopped.set()
@@ -217,11 +219,15 @@ def _score_task(workspace: Workspace, task: str, limit: int, step: Any) -> tuple
     names = [score.filter for score in result.scores]
     if not names:
         raise ArgumentError(f"{task} has no automatic score", "Choose another task", parameter="task")
-    best = result.score("normalized" if "normalized" in names else names[0])
+    name = "normalized" if "normalized" in names else names[0]
+    best = result.score(name)
     return round(best.value * result.num_docs, 6), result.num_docs
 
 
 def _explained(error: BaseException) -> BaseException:
+    """The error to show: our own as it is, and what to do if memory ran out."""
+    if isinstance(error, AdapterswapError):
+        return error
     if isinstance(error, MemoryError) or "memory" in str(error).lower():
         return RunError("Out of memory while evaluating", "Evaluate fewer documents at once, or use a smaller model")
     return error
@@ -231,15 +237,15 @@ def table_html(rows: Sequence[Evaluated]) -> str:
     """The results as a table, latest first."""
     if not rows:
         return '<p class="timing">Nothing has been evaluated yet.</p>'
-    body = "".join(
-        f'<tr><td><a href="{text(row.address)}">{text(row.composition)}</a></td><td>{text(row.task)}</td>'
-        f'<td class="number">{row.right:g} / {row.of}</td><td class="number"><b>{row.share:.1%}</b></td>'
-        f'<td class="number">{row.low:.1%} – {row.high:.1%}</td></tr>'
-        for row in reversed(rows)
-    )
-    head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("composition", "task", "correct", "accuracy", "95 % interval")
-    )
+    head = body = ""
+    for name in ("composition", "task", "correct", "accuracy", "95 % interval"):
+        head += f'<th scope="col">{name}</th>'
+    for row in reversed(rows):
+        body += (
+            f'<tr><td><a href="{text(row.address)}">{text(row.composition)}</a></td><td>{text(row.task)}</td>'
+            f'<td class="number">{row.right:g} / {row.of}</td><td class="number"><b>{row.share:.1%}</b></td>'
+            f'<td class="number">{row.low:.1%} – {row.high:.1%}</td></tr>'
+        )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     return f'<div class="evaluated scroll" tabindex="0">{table}</div>'
 

@@ -76,7 +76,8 @@ def strip_html(plan: Plan, experts: Sequence[str], *, title: str, painted: Seque
         )
 
     if painted:
-        title += f", {len(painted)} {'cell' if len(painted) == 1 else 'cells'} changed by hand"
+        cells_changed = "1 cell" if len(painted) == 1 else f"{len(painted)} cells"
+        title += f", {cells_changed} changed by hand"
     names = "".join(f"<span>{_SHORT[kind]}</span>" for kind in kinds)
     remarks = "".join(f"<li>{text(line)}</li>" for line in plan.remarks[:_REMARKS])
     if remarks:
@@ -252,7 +253,9 @@ def timing_text(answers: Answers, *, rows: int) -> str:
         parts.append(f"first token after <b>{1000 * answers.first_seconds:.0f} ms</b>")
     speed = answers.tokens_per_second
     if speed is not None:
-        together = f", {rows} answers at once" if rows > 1 else ""
+        together = ""
+        if rows > 1:
+            together = f", {rows} answers at once"
         parts.append(f"<b>{speed:,.0f}</b> tokens/s{together}")
     return f'<p class="timing">{" · ".join(parts)}</p>'
 
@@ -263,7 +266,9 @@ def _card(column: Column, experts: Sequence[str], body: str, mark: str) -> str:
     if column.name:
         colour, _ = colour_of(column.name, experts)
         classes, edge = "answer", f"border-top-color:{colour}"
-    name = f" <small>{text(column.name)}</small>" if column.name not in ("", BASE) else ""
+    name = ""
+    if column.name not in ("", BASE):
+        name = f" <small>{text(column.name)}</small>"
     return (
         f'<section class="{classes}" style="{edge}"><h4>{text(column.title)}{name}{mark}</h4>'
         f'<div class="written" dir="auto">{body}</div></section>'
@@ -277,7 +282,9 @@ def meaning_html(lab: LabProblems | None, prompt: str) -> str:
     language, place = lab.place_of[prompt]
     problem = lab.problems[place]
     meaning = problem.prompt("en").removesuffix(" <calc>").removeprefix("Question: ").removesuffix("\nAnswer:")
-    english = "" if language == "en" else f"In English: {text(meaning)} "
+    english = ""
+    if language != "en":
+        english = f"In English: {text(meaning)} "
     return f'<p class="timing">{english}Expected answer: <b>{text(problem.answer)}</b></p>'
 
 
@@ -317,7 +324,9 @@ _WHAT = (
 def analysis_html(analysis: Analysis, experts: Sequence[str], num_layers: int) -> str:
     """Changed rows and norms of each expert, and the interference of each pair, by layer."""
     threshold = analysis.threshold
-    limit = "a threshold" if threshold is None else f"{threshold:.3g}, the median over the rows of these experts"
+    limit = "a threshold"
+    if threshold is not None:
+        limit = f"{threshold:.3g}, the median over the rows of these experts"
     parts = [f"<h4>Changed rows</h4><p>Percentage of rows whose mean |ΔW| exceeds {limit}.</p>"]
     for table in analysis.tables:
         rows: dict[str, dict[int, float]] = {part: {} for part in table.modules}

@@ -90,7 +90,8 @@ class _Page:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
         self.names = list(workspace.experts)
-        self.first = first_choice(self.names, workspace.num_layers, workspace.lab.zones if workspace.lab else None)
+        zones = workspace.lab.zones if workspace.lab else None
+        self.first = first_choice(self.names, workspace.num_layers, zones)
         self.evaluations = Visitors()
         self.first_number = 1
         if workspace.lab is not None:
@@ -298,8 +299,12 @@ class _Page:
             self.workspace.plan(composition)
         except AdapterswapError as error:
             return error_html(error)
-        made = lines(composition, self.workspace.num_layers, max_rank=int(max_rank) if max_rank else None)
-        first = "<p>Save the YAML below as composition.yaml first.</p>" if made.needs_recipe else ""
+
+        rank = int(max_rank) if max_rank else None
+        made = lines(composition, self.workspace.num_layers, max_rank=rank)
+        first = ""
+        if made.needs_recipe:
+            first = "<p>Save the YAML below as composition.yaml first.</p>"
         words = " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in shlex.split(made.command))
         blocks = (
             ("Command line", first, words),
@@ -356,7 +361,9 @@ class _Page:
     def _give(self, event: gr.EventData, brush: str, max_rank: float | None, *inputs: Any) -> list[Any]:
         """Assign the clicked layer or cell: [painted, strip, problem, taken, address]."""
         choice = self._choice(*inputs)
-        cell = str(event._data.get("cell", "")) if isinstance(event._data, dict) else ""
+        cell = ""
+        if isinstance(event._data, dict):
+            cell = str(event._data.get("cell", ""))
         try:
             plan = self.workspace.plan(self.workspace.composition(choice))
         except AdapterswapError as error:
@@ -373,8 +380,10 @@ class _Page:
         wanted = brush
         if brush == _NEXT:
             current = next(iter(places.values()), None)
-            following = owners.index(current) + 1 if current in owners else 0
-            wanted = owners[following % len(owners)]
+            following = 0
+            if current in owners:
+                following = (owners.index(current) + 1) % len(owners)
+            wanted = owners[following]
         painted = packed(choice.painted)
         if wanted in owners:
             painted |= dict.fromkeys(places, wanted)
@@ -396,7 +405,8 @@ class _Page:
         """The analysis of the chosen experts."""
         choice = self._choice(*inputs)
         try:
-            named = [name for name in self.names if name in (*choice.task, *choice.language, *choice.painted.values())]
+            chosen = {*choice.task, *choice.language, *choice.painted.values()}
+            named = [name for name in self.names if name in chosen]
             if not named:
                 raise CompositionError("No expert is chosen", "Choose a task expert", parameter="task")
             return analysis_html(self.workspace.analysis(named), self.names, self.workspace.num_layers)

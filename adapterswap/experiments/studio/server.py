@@ -131,8 +131,9 @@ def _inside_a_loop(function: Callable[[], _Result]) -> _Result:
 
 def _free_port(host: str) -> int:
     """The first free port. Gradio's own search leaves sockets open."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(_FIRST_PORT, _FIRST_PORT + 100):
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried, suppress(OSError):
+        with socket.socket(family) as tried, suppress(OSError):
             tried.bind((host, port))
             return port
     raise RunError(

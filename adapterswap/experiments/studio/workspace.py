@@ -203,8 +203,9 @@ class Workspace:
     @contextmanager
     def holding(self, composition: Composition | None) -> Iterator[Callable[[], None]]:
         """Hold the turn with the model set to a composition; yields a function that lets others go first."""
-        for name in composition.expert_names if composition else ():
-            self.check_live(name)
+        if composition is not None:
+            for name in composition.expert_names:
+                self.check_live(name)
         with self.turns.turn(), ExitStack() as using:
             using.enter_context(self.live.use(composition))
 
@@ -304,7 +305,8 @@ class Workspace:
         Manifest.check_name(name)
         if name in self.references:
             raise ArgumentError(f"An expert named {name!r} is already open", "Rename its folder", parameter="reference")
-        adapter = open_adapter(expand(reference) if os.path.isdir(expand(reference)) else reference)
+        place = expand(reference)
+        adapter = open_adapter(place if os.path.isdir(place) else reference)
         with self.turns.turn():
             self.live.load_expert(adapter, name)
         self.references[name], self.experts[name] = _short(reference), adapter
@@ -374,9 +376,10 @@ class Workspace:
         base = base.with_companions(companions)
         composer, not_live = _load(base.load_weights(dtype=dtype).to(target).eval(), opened)
         references = {name: _short(reference) for name, reference in named.items()}
+        problems = lab(base.tokenizer) if lab else None
         return Workspace(
             _short(base_model), base, num_layers, references, opened, faults, not_live, composer,
-            lab(base.tokenizer) if lab else None, allow_paths, companions.prompt_lines,
+            problems, allow_paths, companions.prompt_lines,
         )  # fmt: skip
 
     @staticmethod
@@ -407,4 +410,6 @@ def _short(reference: str) -> str:
     if not os.path.isdir(path):
         return reference
     place, here = os.path.abspath(path), os.getcwd()
-    return os.path.relpath(place, here) if place.startswith(here + os.sep) else place
+    if place.startswith(here + os.sep):
+        return os.path.relpath(place, here)
+    return place
