@@ -83,6 +83,14 @@ def test_a_folder_opens_its_own_base(folders: Folders) -> None:
     assert texts(alone) == {"base": texts(reply)["base"]}
 
 
+def test_names_that_differ_in_a_sign_are_different_experts(folders: Folders) -> None:
+    """PEFT cannot hold a name with a dot, so both get another one."""
+    further = {"my.expert-1": folders["math"], "my.expert.1": folders["swahili"]}
+    (reply,) = asw.ask(None, PROMPTS[0], base_model=folders["base"], experts=further, max_new_tokens=TOKENS)
+    expected = [generated(folders, name, user(PROMPTS[0])) for name in ("base", "math", "swahili")]
+    assert list(texts(reply).values()) == expected
+
+
 def test_drawn_answers_are_those_of_generate(folders: Folders) -> None:
     """From one seed for each subject, so the others do not matter; and torch's own random numbers stay."""
     drawing = {"temperature": 0.9, "top_p": 0.8}
