@@ -193,7 +193,11 @@ def only_with(needed: str, passed: object, *names: str) -> None:
 
 def with_short(overrides: Iterable[str], short: Mapping[str, Any]) -> list[str]:
     """The values of --set, and those of the options that are short for it, as `KEY=VALUE`."""
-    return [*overrides, *(f"{key}={value}" for key, value in short.items() if value is not None)]
+    values = [*overrides]
+    for key, value in short.items():
+        if value is not None:
+            values.append(f"{key}={value}")
+    return values
 
 
 class Push(NamedTuple):

@@ -124,8 +124,9 @@ def _print_estimate(expected: TrainEstimate) -> None:
 
     # The machine
     memory = {part: human_bytes(size) for part, size in expected.memory.items()}
-    parts = ", ".join(f"{part} {size}" for part, size in memory.items() if part != "total")
-    print_line("memory", f"about {memory['total']}: {parts}")
+    total = memory.pop("total")
+    parts = [f"{part} {size}" for part, size in memory.items()]
+    print_line("memory", f"about {total}: {', '.join(parts)}")
     print_line("device", f"{expected.device}, {expected.dtype}{_processes_text(expected.processes)}")
 
     for line in (*rows.notes(), *expected.notes()):
@@ -151,7 +152,8 @@ def _print_report(report: TrainReport) -> None:
     elif report.eval_losses:
         print_line("validation", f"{report.eval_losses[-1][1]:.4f}")
     if report.ladder:
-        print_line("ladder", ", ".join(f"checkpoint-{step}" for step in report.ladder))
+        rungs = [f"checkpoint-{step}" for step in report.ladder]
+        print_line("ladder", ", ".join(rungs))
 
     for line in rows.notes():
         note(line)

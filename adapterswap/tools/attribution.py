@@ -333,6 +333,17 @@ def _explain(subject: _Subject) -> tuple[Finding, bool]:
     return finding(None, sums), False
 
 
+def _explain_all(subject: Callable[[str], _Subject], names: Iterable[str]) -> tuple[tuple[Finding, ...], set[str]]:
+    """What each of the named tensors is made of, and which of them differ from the base's in some number."""
+    findings = []
+    moved = set()
+    for finding, is_same in map_in_threads(lambda name: _explain(subject(name)), names):
+        findings.append(finding)
+        if not is_same:
+            moved.add(finding.name)
+    return _as_a_whole(findings), moved
+
+
 def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The findings, with those that fit one by one tested together: all tensors know a coefficient more closely.
 
@@ -367,7 +378,9 @@ def _as_a_whole(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             estimates = (values + moved).tolist()
             found = {name: round(value, 4) for name, value in zip(names, estimates, strict=True)}
         for finding in group:
-            closer = {name: min(within, room_of.get(name, within)) for name, within in finding.within.items()}
+            closer = {}
+            for name, within in finding.within.items():
+                closer[name] = min(within, room_of.get(name, within))
             settled[finding.name] = replace(finding, found=found or finding.found, within=closer)
     return tuple(settled[finding.name] for finding in findings)
 
@@ -457,7 +470,10 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
             columns = 1
             if ours.tensor.shape:
                 columns = ours.tensor.shape[-1]
-            own_changes = {expert: changes[name] for expert, changes in located.items() if name in changes}
+            own_changes: dict[str, Change] = {}
+            for expert, changes_of_expert in located.items():
+                if name in changes_of_expert:
+                    own_changes[expert] = changes_of_expert[name]
 
             def read(start: int, stop: int) -> tuple[Numbers, Numbers]:
                 target = Whole.of(ours.path, ours.tensor).read_rows(folder.name, files, start, stop)
@@ -490,9 +506,7 @@ def _attribute_model(folder: Checkpoint, base: Checkpoint, plan: Plan | None) ->
                 mistakes={expert: _mistakes(change.lora) for expert, change in own_changes.items()},
             )
 
-        explained = list(map_in_threads(lambda name: _explain(subject(name)), pairs))
-        moved = {finding.name for finding, same in explained if not same}
-        findings = _as_a_whole([finding for finding, _ in explained])
+        findings, moved = _explain_all(subject, pairs)
 
         # What nothing explains may be in another tensor's place, or be tied to one that changes
         lost = sorted(finding.name for finding in findings if finding.found is None)
@@ -529,9 +543,8 @@ def _stated(plan: Plan | None, base: Checkpoint) -> tuple[dict[str, dict[str, fl
 
     # The changes
     problems = Problems(BaseModelError)
-    adapters = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
     located: dict[str, dict[str, Change]] = {}
-    for name, places in locate_all(adapters, base, problems).located.items():
+    for name, places in locate_all(plan.adapters, base, problems).located.items():
         located[name] = {key: place.change for key, place in places.items()}
     problems.raise_if_any()
     for name, expert in plan.experts.items():
@@ -585,9 +598,11 @@ def _pairs(
 
     # Tensors of integers, such as buffers of indices, are compared byte by byte
     compared: dict[str, _Pair] = {}
+    added = []
     odd = []
     for name in ours:
         if name not in theirs:
+            added.append(name)
             continue
         our, their = ours[name], theirs[name]
         if not {our.tensor.dtype, their.tensor.dtype} <= {*Dtype.FLOATS}:
@@ -599,7 +614,6 @@ def _pairs(
         else:
             compared[name] = our, their
 
-    added = [name for name in ours if name not in theirs]
     missing = [name for name in theirs if name not in ours]
     remarks = []
     for names, what in (
@@ -615,7 +629,7 @@ def _pairs(
 def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
     """Check whether an adapter is the sum of others that is stated."""
     plan = Resolved.of(plan).plan
-    experts = {name: expert for name, expert in plan.experts.items() if isinstance(expert, Adapter)}
+    experts = plan.adapters
     for name, expert in {"the adapter": adapter, **experts}.items():
         if expert.opaque or expert.saved or any(module.parameter for module in expert.modules.values()):
             raise UnsupportedError(
@@ -625,12 +639,17 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
             )
 
     everything = dict.fromkeys(adapter.modules)
+    headers = [adapter.file]
     for expert in experts.values():
         everything |= dict.fromkeys(expert.modules)
-    with open_files([adapter.file, *(expert.file for expert in experts.values())]) as files:
+        headers.append(expert.file)
+    with open_files(headers) as files:
 
         def subject(name: str) -> _Subject:
-            theirs = {expert: one.modules[name] for expert, one in experts.items() if name in one.modules}
+            theirs: dict[str, LoraModule] = {}
+            for expert, its_adapter in experts.items():
+                if name in its_adapter.modules:
+                    theirs[expert] = its_adapter.modules[name]
             ours = adapter.modules.get(name)
             like = ours or next(iter(theirs.values()))
 
@@ -673,9 +692,7 @@ def _attribute_adapter(adapter: Adapter, plan: Plan) -> Attribution:
                 mistakes={expert: _mistakes(module) for expert, module in theirs.items()},
             )
 
-        explained = list(map_in_threads(lambda name: _explain(subject(name)), everything))
-    findings = _as_a_whole([finding for finding, _ in explained])
-    moved = {finding.name for finding, same in explained if not same}
+        findings, moved = _explain_all(subject, everything)
     return _answers(_formula(plan), findings, moved, [], [], {}, None)
 
 
@@ -750,7 +767,9 @@ def _answers(
         answers += [_scaled(group, changed, stated) for group in _grouped(odd)]
         answers += _on_lost([finding.name for finding in lost], swapped, base)
     answers += remarks
-    names = tuple(dict.fromkeys([*differing, *(finding.name for finding in odd)]))
+    names = dict.fromkeys(differing)
+    for finding in odd:
+        names[finding.name] = None
     if not names:
         answers = [stated]
 
@@ -766,7 +785,7 @@ def _answers(
     for name, among in zero.items():
         notes.append(f"{name} changes nothing in {_counted(among, 'tensor')}, so its coefficient there is not known")
     within, sentence = _resolution(changed)
-    return Attribution(stated, tuple(answers), findings, names, (*notes, *sentence), within)
+    return Attribution(stated, tuple(answers), findings, tuple(names), (*notes, *sentence), within)
 
 
 def _on_lost(names: Sequence[str], swapped: Mapping[str, str], base: Checkpoint | None) -> Iterator[str]:
@@ -808,11 +827,12 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     groups: list[list[Finding]] = []
     fitting = [finding for finding in findings if finding.found is not None]
     for finding in sorted(fitting, key=lambda one: max(one.within.values(), default=math.inf)):
-        group = next((group for group in groups if _agree(group[0], finding)), None)
-        if group is None:
-            groups.append([finding])
+        for group in groups:
+            if _agree(group[0], finding):
+                group.append(finding)
+                break
         else:
-            group.append(finding)
+            groups.append([finding])
     return sorted(groups, key=len, reverse=True)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,11 @@ class Comparison:
 
         If both an encoder and a decoder are adapted, by the stack and the number: `decoder 3`.
         """
-        stacks = {ModuleName(module.name).stack for module in self.modules if module.layer is not None}
+        stacks = set()
+        for module in self.modules:
+            if module.layer is not None:
+                stacks.add(ModuleName(module.name).stack)
+
         layers: dict[str, list[Difference]] = {}
         for module in self.modules:
             name = f"{module.layer}"
@@ -373,13 +377,18 @@ def _squared(values: _Vector) -> float:
     return float(values @ values)
 
 
+def norm_together(norms: Iterable[float]) -> float:
+    """The norm of several matrices side by side, √Σ‖X‖², from the norm of each."""
+    return math.sqrt(math.fsum(norm**2 for norm in norms))
+
+
 def total(differences: Sequence[Difference], name: str = "all") -> Difference:
     """Several modules as one, with their ΔW side by side; without modules, ΔW is zero."""
     if not differences:
         return Difference(name, None, "other", (0.0, 0.0), 0.0, 0.0)
-    one = math.sqrt(math.fsum(row.norms[0] ** 2 for row in differences))
-    other = math.sqrt(math.fsum(row.norms[1] ** 2 for row in differences))
+    one = norm_together(row.norms[0] for row in differences)
+    other = norm_together(row.norms[1] for row in differences)
     product = math.fsum(row.product for row in differences)
-    apart = math.sqrt(math.fsum(row.apart**2 for row in differences))
+    apart = norm_together(row.apart for row in differences)
     first = differences[0]
     return Difference(name, first.layer, first.kind, (one, other), product, apart)

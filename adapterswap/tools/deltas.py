@@ -7,7 +7,6 @@ embeddings can become LoRA, which engines that serve only LoRA can load; vectors
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from adapterswap.core.writing.reduction import approximate
 from adapterswap.kit.errors import ExpertError, Problems, UnsupportedError, and_more, reason_of
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import read_json, write_json
+from adapterswap.tools.comparison import norm_together
 from adapterswap.tools.cut import as_written
 
 
@@ -71,8 +71,8 @@ class Conversion:
     @property
     def relative_error(self) -> float:
         """‖ΔW - ΔW'‖ / ‖ΔW‖ over all modules together."""
-        norm = math.sqrt(math.fsum(module.norm**2 for module in self.modules))
-        distance = math.sqrt(math.fsum((module.norm * module.error) ** 2 for module in self.modules))
+        norm = norm_together(module.norm for module in self.modules)
+        distance = norm_together(module.norm * module.error for module in self.modules)
         if not norm:
             return 0.0
         return distance / norm
@@ -120,11 +120,9 @@ class LoadedAdapter:
 
     def changes(self, progress: Callable[[int, int], None]) -> Iterator[DenseChange]:
         """ΔW of every module that the adapter changes."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
         from transformers.pytorch_utils import Conv1D
 
-        modules = self.model.get_base_model().named_modules()
-        layers = {name: module for name, module in modules if isinstance(module, BaseTunerLayer)}
+        layers = _layers(self.model)
         for count, (name, layer) in enumerate(layers.items(), start=1):
             own = layer.get_base_layer()
             shape = getattr(getattr(own, "weight", None), "shape", ())
@@ -140,6 +138,17 @@ class LoadedAdapter:
                 delta = np.ascontiguousarray(delta.T)
             yield DenseChange(name, delta)
             progress(count, len(layers))
+
+
+def _layers(model: Any) -> dict[str, Any]:
+    """PEFT's layers around the modules that it adapts, by the names of these modules in the base."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(module, BaseTunerLayer):
+            layers[name] = module
+    return layers
 
 
 def _merged_difference(name: str, layer: Any, own: Any) -> npt.NDArray[np.float32]:
@@ -204,11 +213,11 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
 
 def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str], config: Mapping[str, Any]) -> None:
     """Check that PEFT filled no tensor with random numbers. A module without any tensors counts as unchanged."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    modules = model.get_base_model().named_modules()
-    layers = [ModuleKeys(name).part("") for name, module in modules if isinstance(module, BaseTunerLayer)]
-    shared = {name.rpartition(".")[2] for name in stored if not name.startswith(_MODULES)}  # by all modules
+    layers = [ModuleKeys(name).part("") for name in _layers(model)]
+    shared = set()  # by all modules
+    for name in stored:
+        if not name.startswith(_MODULES):
+            shared.add(name.rpartition(".")[2])
     random_start = any(config.get(setting) is False for setting in _INITS)
 
     for missing_key in missing:
@@ -357,5 +366,10 @@ def _own_tensors(adapter: Adapter) -> dict[str, Any]:
     in_full: set[str] = set()
     for module in adapter.saved.values():
         in_full.update(tensor.name for tensor in module.tensors.values())
+
+    tensors = {}
     with safe_open(adapter.file.path, "pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys() if key not in in_full}  # noqa: SIM118
+        for key in file.keys():  # noqa: SIM118
+            if key not in in_full:
+                tensors[key] = file.get_tensor(key)
+    return tensors

@@ -91,13 +91,14 @@ def verify_extracted(
         if differing_files:
             changed[name] = differing_files[0]
 
+    unchecked = [name for name in (_FULL, _BASE) if name not in opened]
     keys = [*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded]
     return Verification(
         changed,
         tuple(differing),
         sha256_of(folder / CONFIG) != record.sha256.get(CONFIG),
         made="cut",
-        unchecked=tuple(name for name in (_FULL, _BASE) if name not in opened),
+        unchecked=tuple(unchecked),
         record_differs=tuple(dict.fromkeys(keys)),
         notes=added_files(folder, content),
     )
@@ -149,9 +150,10 @@ def _record_differs(folder: Path, content: Mapping[str, Any], record: Extraction
 
     # The adapter in it
     adapter = open_adapter(folder)
-    ranks = {name: module.rank for name, module in adapter.modules.items() if name in content["extracted"]}
-    if ranks != {name: module.get("rank") for name, module in content["extracted"].items()}:
-        differing_keys.append("extracted")
+    for name, module in content["extracted"].items():
+        if name not in adapter.modules or adapter.modules[name].rank != module.get("rank"):
+            differing_keys.append("extracted")
+            break
     base_name = adapter.config.base_model
     if base_name:
         base_name = Reference(base_name).public_name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,7 @@ from adapterswap.kit.files.hashes import sha256_of
 from adapterswap.kit.files.numbers import Dtype
 from adapterswap.kit.files.tensorfile import open_files
 from adapterswap.kit.files.text import write_json
+from adapterswap.tools.comparison import norm_together
 from adapterswap.tools.cut import Cut, CutForm, cut, leave_out_unloadable, norm_of_change
 from adapterswap.tools.extracted import hashed
 from adapterswap.tools.pairs import Reason, Selection, WeightPair, pair
@@ -100,7 +101,7 @@ class Extraction:
     @property
     def norm(self) -> float:
         """‖ΔW‖ over all of the adapter's modules together."""
-        return _norm(module.norm for module in self.modules)
+        return norm_together(module.norm for module in self.modules)
 
     @property
     def ranks(self) -> str:
@@ -113,28 +114,37 @@ class Extraction:
     @property
     def error(self) -> float:
         """‖ΔW - B·A‖ / ‖ΔW‖ over all of the adapter's modules together."""
-        return _norm(module.norm * module.error for module in self.modules) / self.norm
+        return norm_together(module.norm * module.error for module in self.modules) / self.norm
 
     @property
     def whole_error(self) -> float:
         """The same over everything that the fine-tune changed; the part that was left out counts in full."""
-        lost = _norm(parameter.norm for parameter in self.lost)
+        lost = self._lost_norm
         return math.hypot(lost, self.norm * self.error) / math.hypot(lost, self.norm)
 
     @property
     def lost_share(self) -> float:
         """The part of ‖W_full - W_base‖ over all parameters that lies outside the adapter's modules."""
-        lost = _norm(parameter.norm for parameter in self.lost)
+        lost = self._lost_norm
         return lost / math.hypot(lost, self.norm)
+
+    @property
+    def _lost_norm(self) -> float:
+        """The norm of everything that lies outside the adapter's modules."""
+        return norm_together(parameter.norm for parameter in self.lost)
 
     @property
     def lost_by_reason(self) -> Mapping[Reason, tuple[int, float]]:
         """For each reason the number of parameters, and their share as in `lost_share`."""
-        total = math.hypot(_norm(parameter.norm for parameter in self.lost), self.norm)
+        total = math.hypot(self._lost_norm, self.norm)
         norms: dict[Reason, list[float]] = {}
         for parameter in sorted(self.lost, key=lambda parameter: parameter.reason):
             norms.setdefault(parameter.reason, []).append(parameter.norm)
-        return {reason: (len(of_reason), _norm(of_reason) / total) for reason, of_reason in norms.items()}
+
+        shares = {}
+        for reason, of_reason in norms.items():
+            shares[reason] = len(of_reason), norm_together(of_reason) / total
+        return shares
 
     def lost_lines(self) -> list[str]:
         """A line for each reason why a changed parameter is not in the adapter, with the share and the names."""
@@ -152,10 +162,6 @@ class Extraction:
                 shown += f" and {len(names) - _NAMES} more kinds"
             lines.append(f"{count} {reason} ({shown}): {share:.2%} of the norm of the whole change")
         return lines
-
-
-def _norm(values: Iterable[float]) -> float:
-    return math.sqrt(math.fsum(value**2 for value in values))
 
 
 _NAMES = 8  # kinds of names that a line shows; adapterswap.json has all names
@@ -238,9 +244,12 @@ def companions_of(pair: WeightPair) -> CompanionPlan:
 def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[str, Any]:
     """PEFT's config: α = √r gives rsLoRA's scale α/√r = 1 for every module, exactly, so that B·A is ΔW itself."""
     ranks = {module.name: module.rank for module in extraction.modules}
-    weights = [matrix.weight for matrix in pair.matrices if matrix.weight.name in ranks]
-    for weight in weights:
-        ranks |= dict.fromkeys(weight.tied, ranks[weight.name])
+    weights = []
+    for matrix in pair.matrices:
+        weight = matrix.weight
+        if weight.name in ranks:
+            weights.append(weight)
+            ranks |= dict.fromkeys(weight.tied, ranks[weight.name])
     shapes = {name: Shape.of_scale(rank, True, 1.0) for name, rank in ranks.items()}
 
     revision, auto_mapping = pair.base.source.revision, None

@@ -249,7 +249,10 @@ class _Reading:
         used: set[str] = set()
         for rule in rules:
             used.update(rule.experts)
-        experts = {name: self._place(reference) for reference, name in self.names.items() if name in used}
+        experts = {}
+        for reference, name in self.names.items():
+            if name in used:
+                experts[name] = self._place(reference)
         base_model = None
         if recipe.base_model:
             base_model = self._place(recipe.base_model)

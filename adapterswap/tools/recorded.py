@@ -82,7 +82,11 @@ def contradicting(*sources: SourceRecord | None) -> bool:
 
 def files_in(folder: Path) -> list[str]:
     """The files of a folder and of its subfolders, such as `1_Pooling/config.json`, in order."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    names = []
+    for path in folder.rglob("*"):
+        if path.is_file():
+            names.append(path.relative_to(folder).as_posix())
+    return sorted(names)
 
 
 def differing_names(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

@@ -336,6 +336,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
             parameter="experts",
         )
     changed, located = _changed_files(sources, source_paths, WEIGHTS)
+    unchecked = [name for name in sources if name not in located]
     differing: tuple[str, ...] = ()
     if weights_differ:
         differing = (WEIGHTS,)
@@ -344,7 +345,7 @@ def _verify_trained(folder: Path, content: Mapping[str, Any], source_paths: Mapp
         differing,
         config_differs,
         made="trained",
-        unchecked=tuple(name for name in sources if name not in located),
+        unchecked=tuple(unchecked),
         notes=added_files(folder, content),
     )
 
@@ -660,7 +661,10 @@ def _as_recorded(source: Source, recorded: SourceRecord) -> Source:
 def _changed_inner(record: CompositionRecord, source_paths: Mapping[str, str | Path]) -> dict[str, str]:
     """The experts of composed experts that were passed and have changed, each with a file that differs."""
     inner = _inner(record.experts)
-    passed = {name: inner[name] for name in source_paths if name in inner and name not in record.experts}
+    passed = {}
+    for name in source_paths:
+        if name in inner and name not in record.experts:
+            passed[name] = inner[name]
     changed, _ = _changed_files(passed, source_paths, WEIGHTS)
     return changed
 

@@ -329,5 +329,7 @@ def inputs_of(experts: Mapping[str, Expert], base: Checkpoint | None) -> list[st
     paths: list[str | Path | None] = [expert.source.folder for expert in experts.values()]
     if base:
         paths.append(base.source.folder)
-    paths += [expert.config.base_model for expert in experts.values() if isinstance(expert, Adapter)]
+    for expert in experts.values():
+        if isinstance(expert, Adapter):
+            paths.append(expert.config.base_model)
     return paths

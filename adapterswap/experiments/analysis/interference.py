@@ -42,7 +42,8 @@ class FractionTable:
 
     @property
     def layers(self) -> range:
-        return range(1 + max(layer for layer, _ in self.cells))
+        deepest = max(layer for layer, _ in self.cells)
+        return range(deepest + 1)
 
     @property
     def modules(self) -> list[str]:
@@ -100,7 +101,8 @@ class Changes:
     @property
     def magnitude(self) -> float:
         """The mean absolute change over all rows. Unlike `weights: magnitude`, it leaves embeddings out."""
-        return float(np.mean(np.concatenate([change.rows for change in self.modules])))
+        rows = [change.rows for change in self.modules]
+        return float(np.mean(np.concatenate(rows)))
 
 
 def measure(
@@ -248,15 +250,19 @@ class Interference:
     @property
     def cosine(self) -> float | None:
         """The cosine over all matrices in the layers."""
-        return _cosine([module for module in self.modules if module.matrix.layer is not None])
+        return _cosine(self._in_layers)
 
     @property
     def shuffled_cosine(self) -> tuple[float, float] | None:
         """The 95 % interval of `cosine` if the second expert is shuffled."""
-        modules = [module for module in self.modules if module.matrix.layer is not None]
-        if not modules:
+        if not self._in_layers:
             return None
-        return _band(modules)["cosine"]
+        return _band(self._in_layers)["cosine"]
+
+    @property
+    def _in_layers(self) -> list[ModuleInterference]:
+        """The modules in the layers, without those outside, such as embeddings."""
+        return [module for module in self.modules if module.matrix.layer is not None]
 
     def _layers(self) -> dict[int, list[ModuleInterference]]:
         """The modules of each layer, from the bottom; those outside the layers are left out."""

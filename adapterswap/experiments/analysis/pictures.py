@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 def describe_fractions(tables: Sequence[FractionTable], *, one_scale: bool = True) -> str:
     """The caption of `draw_fractions`, with the threshold of every expert."""
-    known = {table.expert: f"{table.threshold:.3g}" for table in tables if table.threshold is not None}
+    known: dict[str, str] = {}
+    for table in tables:
+        if table.threshold is not None:
+            known[table.expert] = f"{table.threshold:.3g}"
     thresholds = list(known.values())
     if len(known) < len(tables):
         at = "The threshold is that of the source, which does not record it."

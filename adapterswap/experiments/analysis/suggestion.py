@@ -173,7 +173,11 @@ def choose_layers(importance: Importance, *, form: Form = "zones") -> Suggestion
 def _by_modules(importance: Importance) -> Suggestion:
     """Each layer's attention and MLP go to the expert with the larger share."""
     blocks = sorted({*importance.task, *importance.language})
-    owned = {block for block in blocks if importance.language.get(block, 0.0) > importance.task.get(block, 0.0)}
+    owned = set()
+    for block in blocks:
+        if importance.language.get(block, 0.0) > importance.task.get(block, 0.0):
+            owned.add(block)
+
     remedy = "Check that the experts and their texts differ"
     if not owned:
         raise ExpertError("Everything would go to the task expert", remedy)
@@ -294,7 +298,9 @@ def prepare(
 ) -> Prepared:  # fmt: skip
     """Check everything, open the experts and read the texts (`files` by side), but no tensors; see `suggest`."""
     inputs = [expert_place(task_expert), expert_place(language_expert)]
-    inputs += [str(path) for path in (base_model, *files.values()) if path is not None]
+    for path in (base_model, *files.values()):
+        if path is not None:
+            inputs.append(str(path))
     if out_path is not None:
         PROPOSAL.check(out_path, overwrite=overwrite, inputs=inputs)
     check_type(base_model, (str, Path, type(None)), "base_model", "Pass a local folder or a Hub id such as org/name")
@@ -356,7 +362,8 @@ def from_recipe(place: str, recipe: str | Path) -> str:
 def _by_weights(plan: Plan, bars: Bars) -> Importance:
     """Shares of ‖ΔW‖² of the plan's two experts."""
     changes = []
-    with bars("matrices", sum(len(adapter.modules) for adapter in plan.adapters.values())) as step:
+    matrices = sum(len(adapter.modules) for adapter in plan.adapters.values())
+    with bars("matrices", matrices) as step:
         for name, adapter in plan.experts.items():
             changes.append(measure(adapter, name=name, progress=step, norms_only=True))
     task, language = changes

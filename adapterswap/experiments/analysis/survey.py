@@ -213,7 +213,10 @@ def survey(
             files = stack.enter_context(open_files(base.shards))
 
         def measure(name: str) -> _Measured:
-            held = {expert: own[name] for expert, own in matrices_by_expert.items() if name in own}
+            held = {}
+            for expert, own in matrices_by_expert.items():
+                if name in own:
+                    held[expert] = own[name]
             return _measure(held, readers, _base_norm(name, base, files), norms_only=norms_only)
 
         # Matrices of full checkpoints are large, so one at a time.

@@ -142,7 +142,10 @@ def choices(run: Run, task: TaskInfo) -> list[Choice]:
     for family, units in requested.items():
         evaluated: dict[Unit, list[CellResult]] = {}
         for unit, cells in units.items():
-            results = [finished[cell.cell] for cell in cells if cell.cell in finished]
+            results = []
+            for cell in cells:
+                if cell.cell in finished:
+                    results.append(finished[cell.cell])
             if results:
                 evaluated[unit] = results
         if not evaluated:
@@ -241,6 +244,20 @@ def is_single(cell: Cell) -> bool:
     return len(rules) == 1 and list(rules[0]) == ["expert"]
 
 
+def families_of(run: Run) -> list[str]:
+    """The families with a finished cell, in the run's order."""
+    return list(dict.fromkeys(result.cell.family for result in run.results))
+
+
+def single_families(run: Run) -> set[str]:
+    """The families with a finished cell that composes nothing."""
+    single = set()
+    for result in run.results:
+        if is_single(result.cell):
+            single.add(result.cell.family)
+    return single
+
+
 def unit_text(unit: Unit) -> str:
     """A unit as text: `math1+sw1`, `seed 3`."""
     return "+".join(part for part in unit if part is not None)
@@ -248,17 +265,16 @@ def unit_text(unit: Unit) -> str:
 
 def included_methods(run: Run, methods: Sequence[str] | None) -> tuple[str, ...]:
     """The families to rank and test, in the run's order; all if `methods` is None."""
-    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    families = families_of(run)
     if methods is None:
         return tuple(families)
 
-    single = {result.cell.family for result in run.results if is_single(result.cell)}
     wanted: set[str] = set()
     for name in methods:
         if name in families:
             wanted.add(name)
         elif name == COMPOSITIONS:
-            wanted |= set(families) - single
+            wanted |= set(families) - single_families(run)
         else:
             remedy = did_you_mean(name, families, f"Use some of: {', '.join(families)}; or {COMPOSITIONS}")
             raise ArgumentError(f"The run has no method {name!r}", remedy, parameter="methods")
@@ -371,9 +387,13 @@ def selection_curves(run: Run, task: TaskInfo) -> list[SelectionCurve]:
 
         points = []
         for number in range(1, most + 1):
-            best = [_best_cell(sorted(results[:number], key=place_of), task, "select") for results in complete]
-            on_selection = mean_of(score(result, task, "select") for result in best if result is not None)
-            on_others = mean_of(score(result, task, "report") for result in best if result is not None)
+            best = []
+            for results in complete:
+                cell = _best_cell(sorted(results[:number], key=place_of), task, "select")
+                if cell is not None:
+                    best.append(cell)
+            on_selection = mean_of(score(cell, task, "select") for cell in best)
+            on_others = mean_of(score(cell, task, "report") for cell in best)
             assert on_selection is not None  # every cell has both scores
             assert on_others is not None
             points.append((number, on_selection, on_others))

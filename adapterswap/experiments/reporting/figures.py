@@ -351,7 +351,9 @@ def labels_of(report: Report, family: str) -> list[str]:
     """The labels of a family's rows."""
     labels = []
     for target in report.targets:
-        labels += [row.label for row in target.rows if row.family == family]
+        for row in target.rows:
+            if row.family == family:
+                labels.append(row.label)
     return labels
 
 
@@ -389,7 +391,10 @@ def _documents(target: Target) -> str:
 
 def _units(report: Report, target: Target) -> str:
     """`9 pairs`, or `up to 9 pairs` if methods have different numbers of them."""
-    numbers = {row.spread.units for row in target.rows if row.spread is not None}
+    numbers = set()
+    for row in target.rows:
+        if row.spread is not None:
+            numbers.add(row.spread.units)
     most = max(numbers, default=0)
     text = f"{most} {_counted(report.units, most)}"
     if len(numbers) > 1:

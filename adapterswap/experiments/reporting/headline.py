@@ -181,7 +181,10 @@ class Target:
         """Why differences have no interval, in sentences without a full stop."""
         if self.of_corpus:
             return ["There is no interval, because it has one score for the whole corpus"]
-        reasons = {row.label: row.difference.reason for row in self.rows if row.difference is not None}
+        reasons: dict[str, str | None] = {}
+        for row in self.rows:
+            if row.difference is not None:
+                reasons[row.label] = row.difference.reason
         by_reason: dict[str, list[str]] = {}
         for label, reason in reasons.items():
             if reason:
@@ -265,10 +268,12 @@ def target_table(run: Run, task: TaskInfo, reference: str) -> Target:
     groups = None
     if task.groups:
         groups = len({*groups_of(task, reported(task))})
+
+    metric = [part for part in task.primary if part != "none"]
     return Target(
         task=task.name,
         language=task.language,
-        metric=", ".join(part for part in task.primary if part != "none"),
+        metric=", ".join(metric),
         higher_is_better=task.higher_is_better,
         select=select,
         report=report,
@@ -345,7 +350,12 @@ def _row(
     if None not in fidelities:
         fidelity = mean_of(fidelities)
 
-    errors = [cell.relative_error for cell in cells or choice.best.values() if cell.relative_error is not None]
+    # The largest error of a reduction to a lower rank: of the chosen cells, or of the best if none is chosen
+    errors = []
+    for cell in cells or choice.best.values():
+        if cell.relative_error is not None:
+            errors.append(cell.relative_error)
+
     chosen = []
     for unit, result in choice.cells.items():
         chosen.append(Chosen(unit, result.cell.cell, result.cell.configuration, score(result, task)))
@@ -399,8 +409,8 @@ def _spread(cells: Sequence[CellResult], task: TaskInfo, part: str = "report") -
         considered = reported(task)
     common, means = [], []
     for doc in considered:
-        scores = [docs[doc] for docs in scores_of_cells if doc in docs]
-        if len(scores) == len(cells):
+        if all(doc in docs for docs in scores_of_cells):
+            scores = [docs[doc] for docs in scores_of_cells]
             common.append(doc)
             means.append(sum(scores) / len(scores))
     error = None

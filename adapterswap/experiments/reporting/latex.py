@@ -287,14 +287,16 @@ def _default_columns(report: Report, targets: Sequence[Target], rows: Sequence[M
     # One unit needs no number of units. The rows that are not shown count too.
     several = False
     for target in targets:
-        several = several or any(_has_several(row.spread) for row in target.rows)
+        for row in target.rows:
+            if _has_several(row.spread):
+                several = True
     if not several:
         names = [name for name in names if name not in ("n", "min", "max", "papers-max")]
 
     not_empty = []
     for name in names:
-        values = [COLUMNS[name].value(report, row) for row in rows]
-        if any(value is not None for value in values):
+        value_of = COLUMNS[name].value
+        if any(value_of(report, row) is not None for row in rows):
             not_empty.append(name)
     return not_empty
 
@@ -353,9 +355,10 @@ def _table(style: TableStyle, spec: str, head: Sequence[str], body: Sequence[str
 
     # pdfLaTeX stops at characters that it cannot print.
     needs = r"% needs \usepackage{booktabs,graphicx}"
-    rare = "".join(sorted({*_RARE.findall("".join([caption, *head, *body]))}))
+    text = "".join([caption, *head, *body])
+    rare = sorted(set(_RARE.findall(text)))
     if rare:
-        needs += f", and XeLaTeX or LuaLaTeX for {rare}"
+        needs += f", and XeLaTeX or LuaLaTeX for {''.join(rare)}"
 
     lines = [
         needs,
@@ -462,7 +465,10 @@ def _cells(report: Report, target: Target, rows: Sequence[MethodRow], column: Co
 
 def _marked(texts: Sequence[str], *, higher: bool) -> list[str]:
     """Mark the best and second of numbers as written, so that equals are marked alike; if all are equal, mark none."""
-    values = {text: float(text.strip("$")) for text in texts if text != "--"}
+    values: dict[str, float] = {}
+    for text in texts:
+        if text != "--":
+            values[text] = float(text.strip("$"))
     ordered = sorted(set(values.values()), reverse=higher)
     if len(ordered) < 2:
         return list(texts)
@@ -491,7 +497,10 @@ def _how(report: Report, targets: Sequence[Target], columns: Sequence[str], styl
     if _is_single(columns):
         parts.append(f"Compared with {_tex(report.reference)}.")
 
-    draws = dict.fromkeys(target.group or "documents" for target in targets if not target.of_corpus)
+    draws: dict[str, None] = {}
+    for target in targets:
+        if not target.of_corpus:
+            draws[target.group or "documents"] = None
     if "stderr" in columns and draws:
         parts.append(f"s.e.: standard error over {_tex(' and '.join(draws))}.")
     if {"ci", "interval"} & {*columns}:

@@ -11,6 +11,7 @@ from adapterswap.experiments.reporting.choices import (
     Unit,
     as_trained,
     choices,
+    families_of,
     full_units,
     group_name,
     has_split,
@@ -162,6 +163,11 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
         in_all &= cells[family].keys()
     complete = [setting for setting in settings if setting in in_all]
 
+    left_out = []
+    for family, label in labels.items():
+        if family not in ranked:
+            left_out.append(label)
+
     names = [labels[family] for family in ranked]
     cells_of_ranked = [cells[family] for family in ranked]
     by_unit = rank(_scores_of_units(complete, cells_of_ranked, run), names, labels.get(reference))
@@ -178,15 +184,19 @@ def ranking(run: Run, targets: list[TaskInfo], reference: str, methods: Collecti
     if ranks is None:
         return None
 
+    single_names = []
+    for family, label in zip(ranked, names, strict=True):
+        if family in single:
+            single_names.append(label)
     group = None
     if by_group is not None:
         group_names = dict.fromkeys(group_name(task) for task in targets)
         group = " and ".join(name for name in group_names if name)
     return Ranking(
         methods=tuple(names),
-        single=tuple(labels[family] for family in ranked if family in single),
+        single=tuple(single_names),
         excluded=tuple(excluded),
-        left_out=tuple(labels[family] for family in labels if family not in ranked),
+        left_out=tuple(left_out),
         dropped=len(settings) - len(complete),
         ranks=ranks,
         group=group,
@@ -294,8 +304,7 @@ def indicators(run: Run, target: TaskInfo) -> list[Indicator]:
     chance on shared documents would look like a correlation. A point is an expert; a point for every pair would count
     each expert many times.
     """
-    families = dict.fromkeys(result.cell.family for result in run.results)
-    experts = [family for family in families if family.endswith(" expert")]
+    experts = [family for family in families_of(run) if family.endswith(" expert")]
 
     corrected = []
     for merged in _one_per_family(choices(run, target)):
@@ -342,7 +351,8 @@ def _of_experts(run: Run, target: TaskInfo, merged: Choice, family: str) -> list
 
 def _corrected(p_values: list[float | None]) -> list[float | None]:
     """Holm's correction of the p-values that are not None."""
-    corrected = iter(holm([p for p in p_values if p is not None]))
+    present = [p for p in p_values if p is not None]
+    corrected = iter(holm(present))
     return [None if p is None else next(corrected) for p in p_values]
 
 

@@ -21,11 +21,13 @@ from adapterswap.experiments.reporting.choices import (
     Truncations,
     Unit,
     choices,
+    families_of,
     included_methods,
     is_single,
     matching,
     reported,
     selection_curves,
+    single_families,
     table_choice,
     truncations,
     with_units,
@@ -66,7 +68,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
         return None
 
     settings = cell.composition
-    owners = {key: settings[key] for key in ("tokenizer", "config_from") if key in settings}
+    owners = _only(settings, ("tokenizer", "config_from"))
     refers_to_names = "allocation" in settings or chains or set(owners.values()) - {BASE}
     if not refers_to_names and not (cell.task_expert and cell.language_expert):
         return None
@@ -86,8 +88,7 @@ def compose_command(run: Run, cell: Cell) -> str | None:
             assert composition is not None
             has_checkpoint = any("files" in experts[name] for name in expert_names)
             rules = [rule.as_data() for rule in composition.rules(run.described["num_layers"], full=has_checkpoint)]
-            kept = ("row_threshold", "seed", "allow_negative")
-            settings = owners | {key: settings[key] for key in kept if key in settings}
+            settings = owners | _only(settings, ("row_threshold", "seed", "allow_negative"))
         for rule in rules:
             words += ["--rule", Rule.text_of(rule)]
     else:
@@ -105,6 +106,11 @@ def compose_command(run: Run, cell: Cell) -> str | None:
     return shlex.join([*words, "--out-path", cell.cell])
 
 
+def _only(settings: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Those of the settings that are set and have one of these keys."""
+    return {key: settings[key] for key in keys if key in settings}
+
+
 def evaluate_command(run: Run, cell: Cell) -> str:
     """The `adapterswap evaluate` that evaluates the output of `compose_command` on the cell's tasks.
 
@@ -114,9 +120,16 @@ def evaluate_command(run: Run, cell: Cell) -> str:
     if "loglikelihood" not in (settings.get("engine") or {}):
         return _evaluate_command(run, cell, cell.tasks, settings)
 
+    # Only a task that generates records how many of its answers were cut off.
     values = next(result.results for result in run.results if result.cell.cell == cell.cell)
-    generated = [task for task in cell.tasks if values[task].cut is not None]
-    compared = [task for task in cell.tasks if values[task].cut is None]
+    generated = []
+    compared = []
+    for task in cell.tasks:
+        if values[task].cut is None:
+            compared.append(task)
+        else:
+            generated.append(task)
+
     lines = []
     if generated:
         lines.append(_evaluate_command(run, cell, generated, settings))
@@ -162,9 +175,11 @@ def _evaluate_command(run: Run, cell: Cell, tasks: Sequence[str], settings: Mapp
 
 def _is_merged(run: Run, cell: Cell) -> bool:
     """Whether a cell was evaluated as full weights: at full rank, or because an expert is a full checkpoint."""
+    if cell.output.get("full_rank"):
+        return True
     experts = run.described.get("experts", {})
     expert_names = (*cell.task_expert, *cell.language_expert, *cell.other_experts)
-    return bool(cell.output.get("full_rank")) or any("files" in experts.get(name, {}) for name in expert_names)
+    return any("files" in experts.get(name, {}) for name in expert_names)
 
 
 def _source(described: Mapping[str, Any]) -> str:
@@ -440,7 +455,11 @@ class Labels:
 
     def unit(self, unit: Unit) -> str:
         """A pair of experts or a seed as text."""
-        return " + ".join(self.expert(part) for part in unit if part is not None) or "–"
+        labels = []
+        for part in unit:
+            if part is not None:
+                labels.append(self.expert(part))
+        return " + ".join(labels) or "–"
 
 
 @dataclass(frozen=True)
@@ -590,7 +609,7 @@ def make_report(
     recorded = with_units(source.run, units)
     source = replace(source, run=with_units(source.run.as_reported, units))
     run = source.run
-    families = list(dict.fromkeys(result.cell.family for result in run.results))
+    families = families_of(run)
     ranked = included_methods(run, methods)
     if reference is None:
         reference = Preregistration.default_reference(ranked)
@@ -628,6 +647,7 @@ def make_report(
     remarks = source.remarks
     if units is not None:
         remarks = *remarks, f"This report covers only some of the run's {source.units}: {', '.join(units)}."
+    missing = Counter(cell.family for cell in run.unfinished)
     described = run.described
     return Report(
         name=source.name,
@@ -638,7 +658,7 @@ def make_report(
         lead=lead,
         cells=len(run.cells),
         finished=len(run.results),
-        missing=dict(Counter(cell.family for cell in run.unfinished)),
+        missing=dict(missing),
         targets=tuple(tables),
         ranking=ranking(run, targets, reference, ranked),
         indicators=tuple(all_indicators),
@@ -702,7 +722,7 @@ def _lead(run: Run, families: list[str], reference: str) -> str:
             return name
 
     candidates = [family for family in families if family != reference] or families
-    single = {result.cell.family for result in run.results if is_single(result.cell)}
+    single = single_families(run)
     composed = [family for family in candidates if family not in single] or candidates
     counts = Counter(result.cell.family for result in run.results)
     return max(composed, key=lambda family: counts[family])
@@ -723,7 +743,11 @@ def _shown(all_choices: list[Choice], lead: str, reference: str) -> list[Choice]
 def _development(source: ReportSource) -> ZoneGrid:
     """The landscape of a lab run on its development problems."""
     task = next(iter(source.run.tasks))
-    votes = Counter(result.cell.configuration for result in source.run.results if result.cell.family in _LEADS)
+    votes: Counter[str] = Counter()
+    for result in source.run.results:
+        if result.cell.family in _LEADS:
+            votes[result.cell.configuration] += 1
+
     cells = []
     for (bottom, top), mean in sorted(source.development.items()):
         cells.append(GridCell(bottom, top, mean, sum(votes.values()), votes[f"bottom={bottom},top={top}"]))

@@ -199,6 +199,7 @@ def lab_source(
         value = TaskValue(mean, None, {"exact_match,none": mean}, docs)
         right.setdefault((row["seed"], row["method"]), {})[tasks[row["language"]].name] = value
 
+    names_of_tasks = tuple(task.name for task in tasks.values())
     results = []
     for method in content["methods"]:
         for seed in zones:
@@ -211,21 +212,22 @@ def lab_source(
                 composition={"chosen": configuration},
                 short=f"seed {seed}@{configuration}",
                 default=False,
-                tasks=tuple(task.name for task in tasks.values()),
+                tasks=names_of_tasks,
             )
             results.append(CellResult(cell, right[seed, method], {}))
 
+    run = Run(
+        folder=folder,
+        described={
+            "recipe": {"scene": content["scene"], "methods": content["methods"]},
+            "versions": content["versions"],
+        },
+        tasks={task.name: task for task in tasks.values()},
+        cells=tuple(result.cell for result in results),
+        results=tuple(results),
+    )
     return ReportSource(
-        run=Run(
-            folder=folder,
-            described={
-                "recipe": {"scene": content["scene"], "methods": content["methods"]},
-                "versions": content["versions"],
-            },
-            tasks={task.name: task for task in tasks.values()},
-            cells=tuple(result.cell for result in results),
-            results=tuple(results),
-        ),
+        run=run,
         kind="lab",
         names=(name,),
         units="seeds",

@@ -74,9 +74,11 @@ def exams_of_all(prepared: PreparedSweep) -> Exams:
 
 def _generating(prepared: PreparedSweep) -> frozenset[str]:
     """The tasks whose answers are generated."""
-    return frozenset(
-        name for name, task in prepared.harness_tasks.tasks.items() if task.OUTPUT_TYPE == "generate_until"
-    )
+    generating = set()
+    for name, task in prepared.harness_tasks.tasks.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            generating.add(name)
+    return frozenset(generating)
 
 
 def needs(prepared: PreparedSweep, exams: Exams) -> Needs:
@@ -170,7 +172,8 @@ class SplitJudge:
     def __init__(self, engine: EngineJudge, local: LocalJudge, generating: Collection[str]) -> None:
         self._engine, self._local, self._generating = engine, local, generating
         theirs = local.described["settings"]
-        settings = {**engine.described["settings"], "loglikelihood": {key: theirs[key] for key in ("device", "dtype")}}
+        own = {"device": theirs["device"], "dtype": theirs["dtype"]}
+        settings = {**engine.described["settings"], "loglikelihood": own}
         self.described: Mapping[str, Any] = {**engine.described, "settings": settings}
 
     def judged(self, assignments: Sequence[Assignment], on_progress: OnProgress) -> Iterator[Judged]:

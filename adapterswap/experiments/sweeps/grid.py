@@ -345,7 +345,10 @@ def make_cells(recipe: SweepRecipe, tasks: SweepTasks, num_layers: int, full: Co
 
     spaces = []
     for family, trials in zip(families, expanded, strict=True):
-        filled = [Trial(content, tuple(ids)) for content, ids in trials if ids]
+        filled = []
+        for content, ids in trials:
+            if ids:
+                filled.append(Trial(content, tuple(ids)))
         spaces.append(Space(family.name, tuple(filled)))
 
     # Cells with the same tasks are next to each other, those on all tasks first, so each set of tasks is loaded once
@@ -437,7 +440,10 @@ def _check_form(composition: Composition, family: Family, full: Collection[str])
 
     used = [(composition.method, composition.parameters)]
     if family.rules:
-        used = [(rule.method, rule.parameters) for rule in family.rules if rule.blend is not None]
+        used = []
+        for rule in family.rules:
+            if rule.blend is not None:
+                used.append((rule.method, rule.parameters))
     for method, parameters in used:
         if find_method(method).acts_on == "weights":
             raise FieldError(

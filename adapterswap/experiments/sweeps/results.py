@@ -304,7 +304,11 @@ class Run:
             )
 
         for task in self.tasks.values():
-            values = [result.results[task.name] for result in self.results if task.name in result.results]
+            values = []
+            for result in self.results:
+                if task.name in result.results:
+                    values.append(result.results[task.name])
+
             unscored = sum(value.value is None for value in values)
             if unscored:
                 lines.append(

@@ -98,6 +98,7 @@ class Estimate:
 
         # The cells that remain; of those that are the same composition, one
         cells = expected(prepared, findings.seen)
+        families = Counter(cell.family for cell in cells)
         pending = [cell for cell in cells if cell.cell not in findings.seen]
         evaluated = {result.cell.identity for result in findings.results.values()}
         new: dict[str, Cell] = {}
@@ -132,7 +133,7 @@ class Estimate:
             cells=len(cells),
             finished=len(findings.results),
             given_up=len(findings.seen) - len(findings.results),
-            families=dict(Counter(cell.family for cell in cells)),
+            families=dict(families),
             left_out=prepared.grid.left_out,
             repeated=prepared.grid.repeated,
             documents={name: info.num_docs for name, info in prepared.tasks.items()},

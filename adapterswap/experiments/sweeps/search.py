@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib import import_module
-from itertools import chain
 from random import Random
 from typing import Any
 
@@ -61,7 +60,11 @@ def rungs(prepared: PreparedSweep) -> tuple[int, ...]:
     search = prepared.recipe.search
     if search is None or search.halving is None:
         return ()
-    available = [len(task.select) for task in prepared.tasks.values() if task.role == "target"]
+
+    available = []  # documents to choose on, of each target task
+    for task in prepared.tasks.values():
+        if task.role == "target":
+            available.append(len(task.select))
     return search.halving.rungs(min(available))
 
 
@@ -121,7 +124,10 @@ def _always(prepared: PreparedSweep) -> list[Cell]:
 
 
 def _cells_of(trials: Iterable[Trial]) -> set[str]:
-    return set(chain.from_iterable(trial.cells for trial in trials))
+    cells: set[str] = set()
+    for trial in trials:
+        cells.update(trial.cells)
+    return cells
 
 
 def _trials(
@@ -189,7 +195,8 @@ def ask(
     lists: dict[str, list[Any]] = {}
     space: dict[str, Any] = {}
     for field in next(iter(trials)).values:
-        values = list(dict.fromkeys(trial.values[field] for trial in trials))
+        different = dict.fromkeys(trial.values[field] for trial in trials)
+        values = list(different)
         is_ordered = field != "seed" and all(isinstance(value, int | float) for value in values)
         if is_ordered:
             values.sort()

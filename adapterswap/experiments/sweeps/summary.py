@@ -148,7 +148,8 @@ def _row(
 
 
 def _targets(result: CellResult | RungResult, tasks: Mapping[str, TaskInfo]) -> list[TaskInfo]:
-    return [tasks[name] for name in result.results if tasks[name].role == "target"]
+    of_result = [tasks[name] for name in result.results]
+    return [task for task in of_result if task.role == "target"]
 
 
 def sign_of(results: Iterable[CellResult | RungResult], tasks: Mapping[str, TaskInfo]) -> int:

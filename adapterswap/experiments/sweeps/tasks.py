@@ -91,8 +91,12 @@ def find_tasks(recipe: SweepRecipe, settings: Settings) -> tuple[SweepTasks, dic
 
 def _check_directions(targets: Sequence[TaskInfo]) -> None:
     """Refuse targets with opposite directions of better scores: configurations are chosen by the targets' mean."""
-    higher = [task.name for task in targets if task.higher_is_better]
-    lower = [task.name for task in targets if not task.higher_is_better]
+    higher, lower = [], []
+    for task in targets:
+        if task.higher_is_better:
+            higher.append(task.name)
+        else:
+            lower.append(task.name)
     if higher and lower:
         raise FieldError(
             f"tasks: higher scores are better in {', '.join(higher)}, but lower ones in {', '.join(lower)}, so their "
