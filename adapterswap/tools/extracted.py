@@ -91,8 +91,16 @@ def verify_extracted(
         if differing_files:
             changed[name] = differing_files[0]
 
+    # The record: what it says of the sources, apart from their hashes, and of the adapter
+    keys: list[str] = []
+    for name, checkpoint in opened.items():
+        source_today = SourceRecord.of_shards(checkpoint, {}).content()
+        if marked(content["extraction"][name]) != marked(source_today):
+            keys.append("extraction")
+    keys += _record_differs(folder, content, record)
+    keys += unfounded
+
     unchecked = [name for name in (_FULL, _BASE) if name not in opened]
-    keys = [*_sources_differ(opened, content), *_record_differs(folder, content, record), *unfounded]
     return Verification(
         changed,
         tuple(differing),
@@ -102,16 +110,6 @@ def verify_extracted(
         record_differs=tuple(dict.fromkeys(keys)),
         notes=added_files(folder, content),
     )
-
-
-def _sources_differ(opened: Mapping[str, Checkpoint], content: Mapping[str, Any]) -> tuple[str, ...]:
-    """The record's key of the sources, if it disagrees with the opened ones, apart from their hashes."""
-    for name, checkpoint in opened.items():
-        recorded = content["extraction"][name]
-        found = SourceRecord.of_shards(checkpoint, {}).content()
-        if marked(recorded) != marked(found):
-            return ("extraction",)
-    return ()
 
 
 def _record_differs(folder: Path, content: Mapping[str, Any], record: ExtractionRecord) -> tuple[str, ...]:

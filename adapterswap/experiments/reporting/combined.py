@@ -170,13 +170,17 @@ def _described(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
 
 def _conditions(described: Mapping[str, Any]) -> dict[str, Any]:
     """The conditions by name, from sweep.json: `settings.num_fewshot`, `experts.math1.sha256`, …."""
-    conditions = {name: described[name] for name in ("adapterswap_version", "num_layers") if name in described}
+    conditions: dict[str, Any] = {}
+    for name in ("adapterswap_version", "num_layers"):
+        if name in described:
+            conditions[name] = described[name]
     for part in ("base_model", "settings", "versions"):
         conditions |= _named(part, described.get(part, {}))
     for name, expert in described.get("experts", {}).items():
         conditions |= _named(f"experts.{name}", expert)
     for name, task in described.get("tasks", {}).items():
-        conditions |= _named(f"tasks.{name}", {key: task[key] for key in _OF_TASKS if key in task})
+        compared = {key: task[key] for key in _OF_TASKS if key in task}
+        conditions |= _named(f"tasks.{name}", compared)
     if described.get("task_files"):
         conditions["task_files"] = _digest(described["task_files"])
     return conditions

@@ -365,7 +365,8 @@ def write_files(report: Report, folder: Path, table: TableStyle | None = None) -
     figures = []
     for plan in planned:
         figure = plan.draw(STYLE.column)
-        figures.append((plan, {suffix: STYLE.as_bytes(figure, suffix) for suffix in ("svg", "pdf")}))
+        images = {"svg": STYLE.as_bytes(figure, "svg"), "pdf": STYLE.as_bytes(figure, "pdf")}
+        figures.append((plan, images))
 
     contents = {
         "report.html": render_page(report, figures, table),

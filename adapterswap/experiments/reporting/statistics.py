@@ -205,8 +205,8 @@ def rank(scores: ArrayLike, methods: Sequence[str], reference: str | None = None
     least = min(1.0, len(tested) * 2.0 ** (1 - settings))
     wilcoxon: dict[tuple[int, int], float] = {}
     if least <= LEVEL:
-        corrected = holm([_signed_rank(table[:, i] - table[:, j]) for i, j in tested])
-        wilcoxon = dict(zip(tested, corrected, strict=True))
+        p_values = [_signed_rank(table[:, i] - table[:, j]) for i, j in tested]
+        wilcoxon = dict(zip(tested, holm(p_values), strict=True))
 
     comparisons = []
     for i, j in pairs:

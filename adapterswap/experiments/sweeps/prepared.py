@@ -228,7 +228,21 @@ def _opened(
     for name, (place, _) in places.items():
         with problems.collect():
             experts[name] = _open(place, _field(name, recipe))
-    _check_together(experts, problems)
+
+    # PEFT holds all adapters in one model.
+    parts = {}
+    for name, expert in experts.items():
+        if isinstance(expert, Adapter):
+            parts[name] = expert.saved, expert.parts
+    reason = clash(parts)
+    if reason is not None:
+        problems.add(
+            reason,
+            "Train both the same way, or sweep them separately; `compose` and `evaluate` take compositions of both",
+            parameter="experts",
+            kind=UnsupportedError,
+        )
+
     with problems.collect():
         base = OpenedBase.open(recipe.base_model, tokenizer_of_experts=True)
     problems.raise_if_any()
@@ -253,19 +267,6 @@ def _open(place: str, field: str) -> Expert:
     except UnsupportedError as error:
         raise error.recast(parameter=field) from None
     return expert
-
-
-def _check_together(experts: Mapping[str, Expert], problems: Problems) -> None:
-    """Check that PEFT can hold all adapters in one model."""
-    parts = {name: (one.saved, one.parts) for name, one in experts.items() if isinstance(one, Adapter)}
-    reason = clash(parts)
-    if reason is not None:
-        problems.add(
-            reason,
-            "Train both the same way, or sweep them separately; `compose` and `evaluate` take compositions of both",
-            parameter="experts",
-            kind=UnsupportedError,
-        )
 
 
 def _describe(prepared: PreparedSweep) -> dict[str, Any]:

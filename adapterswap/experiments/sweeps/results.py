@@ -171,7 +171,10 @@ class Findings:
     @property
     def seen(self) -> set[str]:
         """The cells that were evaluated on at least some documents."""
-        return {*self.results, *(cell for cell, _ in self.rungs)}
+        seen = set(self.results)
+        for cell, _ in self.rungs:
+            seen.add(cell)
+        return seen
 
     def get(self, assignment: Assignment) -> CellResult | RungResult | None:
         """The result of an assignment, if need be from the result of its finished cell; None if there is none."""
