@@ -265,11 +265,11 @@ DENSITIES = {
     "kit": Density(conditionals=13, comprehensions=26, nested=1, used_once=16, bare=3),
     "core": Density(conditionals=11, comprehensions=43, nested=1, used_once=16, bare=1),
     "engines": Density(conditionals=7, comprehensions=31, nested=1, used_once=19, bare=1),
-    "tools": Density(conditionals=1, comprehensions=52, nested=0, used_once=22, bare=1),
-    "experiments": Density(conditionals=9, comprehensions=44, nested=0, used_once=15, bare=4),
-    "experiments/sweeps": Density(conditionals=9, comprehensions=55, nested=1, used_once=17, bare=4),
-    "experiments/reporting": Density(conditionals=10, comprehensions=60, nested=1, used_once=21, bare=1),
-    "cli": Density(conditionals=1, comprehensions=33, nested=0, used_once=19, bare=1),
+    "tools": Density(conditionals=1, comprehensions=46, nested=0, used_once=21, bare=1),
+    "experiments": Density(conditionals=9, comprehensions=42, nested=0, used_once=15, bare=4),
+    "experiments/sweeps": Density(conditionals=9, comprehensions=51, nested=1, used_once=16, bare=4),
+    "experiments/reporting": Density(conditionals=10, comprehensions=52, nested=1, used_once=20, bare=1),
+    "cli": Density(conditionals=1, comprehensions=32, nested=0, used_once=19, bare=1),
 }
 
 
