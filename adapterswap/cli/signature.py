@@ -332,9 +332,9 @@ def _rule(form: _Form, kind: click.ParamType[Any]) -> str:
 
 
 # Sections of a docstring: their indented lines.
-_LINES = r"(?P<lines>(?:[ \t]+.*\n?|\n)*)"
-_ARGS = re.compile(rf"^Args:\n{_LINES}", flags=re.MULTILINE)
-_EXAMPLES = re.compile(rf"^Examples:\n{_LINES}", flags=re.MULTILINE)
+_INDENTED = r"(?P<lines>(?:[ \t]+.*\n?|\n)*)"
+_ARGS = re.compile(rf"^Args:\n{_INDENTED}", flags=re.MULTILINE)
+_EXAMPLES = re.compile(rf"^Examples:\n{_INDENTED}", flags=re.MULTILINE)
 
 
 def _lines(section: re.Pattern[str], function: Callable[..., Any]) -> str:

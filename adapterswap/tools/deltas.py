@@ -214,7 +214,7 @@ def load_with_base(folder: Path, base_folder: Path, base_name: str) -> LoadedAda
 def _check_complete(model: Any, stored: Mapping[str, Any], missing: Iterable[str], config: Mapping[str, Any]) -> None:
     """Check that PEFT filled no tensor with random numbers. A module without any tensors counts as unchanged."""
     layers = [ModuleKeys(name).part("") for name in _layers(model)]
-    shared = set()  # by all modules
+    shared = set()  # names of tensors that all modules share
     for name in stored:
         if not name.startswith(_MODULES):
             shared.add(name.rpartition(".")[2])

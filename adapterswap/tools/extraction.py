@@ -246,10 +246,10 @@ def _config(pair: WeightPair, extraction: Extraction, base_model: str) -> dict[s
     ranks = {module.name: module.rank for module in extraction.modules}
     weights = []
     for matrix in pair.matrices:
-        weight = matrix.weight
-        if weight.name in ranks:
-            weights.append(weight)
-            ranks |= dict.fromkeys(weight.tied, ranks[weight.name])
+        if matrix.weight.name in ranks:
+            weights.append(matrix.weight)
+    for weight in weights:
+        ranks |= dict.fromkeys(weight.tied, ranks[weight.name])
     shapes = {name: Shape.of_scale(rank, True, 1.0) for name, rank in ranks.items()}
 
     revision, auto_mapping = pair.base.source.revision, None

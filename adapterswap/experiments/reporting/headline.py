@@ -181,7 +181,7 @@ class Target:
         """Why differences have no interval, in sentences without a full stop."""
         if self.of_corpus:
             return ["There is no interval, because it has one score for the whole corpus"]
-        reasons: dict[str, str | None] = {}
+        reasons: dict[str, str] = {}
         for row in self.rows:
             if row.difference is not None:
                 reasons[row.label] = row.difference.reason
