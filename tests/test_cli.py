@@ -302,3 +302,23 @@ if (child := os.fork()) == 0:
 assert os.waitpid(child, 0)[1] == 0 and signal.getsignal(signal.SIGTERM) is handler
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_forked_process_ends_on_a_sigterm_that_precedes_its_first_instruction() -> None:
+    """On one core it has not run yet when the signal comes; a pool that has no more work ends its processes so."""
+    code = """
+import os, signal, time
+from adapterswap.kit.processes import TerminationHandler
+signal.signal(signal.SIGTERM, TerminationHandler(lambda: None))
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+for _ in range(20):
+    if (child := os.fork()) == 0:
+        time.sleep(10)
+        os._exit(1)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

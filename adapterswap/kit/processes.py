@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ class TerminationHandler:
     """What this process does on SIGTERM; a process that a library forks from it ends at once, as by default.
 
     A forked process that waits for a lock can miss a handler written in Python, and `multiprocessing.Pool`, which
-    lm-evaluation-harness uses for standard errors, would wait for its end forever.
+    lm-evaluation-harness uses for standard errors, would wait for its end forever. See `_Fork`, too.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:
@@ -38,13 +39,26 @@ class TerminationHandler:
         self.act()
 
 
-def _end_by_default() -> None:
-    if isinstance(signal.getsignal(signal.SIGTERM), TerminationHandler):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+class _Fork(threading.local):
+    """SIGTERM waits while a thread forks: Python drops what reaches a new process before its first instruction."""
+
+    mask: Iterable[int] = ()
+
+    def begin(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def end(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def end_in_child(self) -> None:
+        if isinstance(signal.getsignal(signal.SIGTERM), TerminationHandler):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.end()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_end_by_default)
+    _fork = _Fork()
+    os.register_at_fork(before=_fork.begin, after_in_parent=_fork.end, after_in_child=_fork.end_in_child)
 
 
 class Processes:
