@@ -37,7 +37,9 @@ def examples(name: str) -> list[str]:
     inner = list(command.commands.values()) if isinstance(command, click.Group) else []
     lines = []
     for one in (command, *inner):
-        context = click.Context(one, info_name=one.name, terminal_width=60)
+        # click remembers a command's help option, which is -h for all tests of the command line
+        names = ["-h", "--help"]
+        context = click.Context(one, info_name=one.name, terminal_width=60, help_option_names=names)
         shown = re.search(r"^Examples:\n((?:  adapterswap .*\n?)+)\Z", one.get_help(context), flags=re.MULTILINE)
         assert shown, f"the help of {one.name} does not end with examples"
         lines += [line.strip() for line in shown[1].splitlines()]
