@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -97,12 +97,14 @@ class StoredRows(NamedTuple):
         return weight
 
 
-class Pair(NamedTuple):
-    """The whole A and B of a low-rank term."""
+_Kind = TypeVar("_Kind", LowRank, Opaque)
 
-    term: Term[LowRank]
-    a: SourcePart
-    b: SourcePart
+
+@dataclass
+class _OfTerm(Generic[_Kind]):
+    """What was read of a term, with the term's side, expert and coefficient."""
+
+    term: Term[_Kind]
 
     @property
     def side(self) -> str:
@@ -116,6 +118,14 @@ class Pair(NamedTuple):
     def coefficient(self) -> float:
         return self.term.coefficient
 
+
+@dataclass
+class Pair(_OfTerm[LowRank]):
+    """The whole A and B of a low-rank term."""
+
+    a: SourcePart
+    b: SourcePart
+
     @property
     def parts(self) -> tuple[SourcePart, ...]:
         return self.a, self.b
@@ -123,7 +133,7 @@ class Pair(NamedTuple):
     def factors(self, kept_rows: KeptRows) -> Factors:
         """The factors of ΔW (out×in), with zeros in rows that are not kept."""
         factors = Factors.scaled(self.a.numbers(), self.b.numbers(), self.term.lora.scale, self.term.lora.name)
-        rows = kept_rows.get((self.term.side, self.term.lora.name))
+        rows = kept_rows.get((self.side, self.term.lora.name))
         if rows is None:
             return factors
         return factors.masked(rows)
@@ -134,23 +144,11 @@ class Pair(NamedTuple):
         return delta.T if self.term.change.transposed else delta
 
 
-class Inputs(NamedTuple):
+@dataclass
+class Inputs(_OfTerm[Opaque]):
     """All tensors of an opaque term's module by name, from which PEFT computes its weight."""
 
-    term: Term[Opaque]
     tensors: Mapping[str, SourcePart]
-
-    @property
-    def side(self) -> str:
-        return self.term.side
-
-    @property
-    def expert(self) -> str:
-        return self.term.expert
-
-    @property
-    def coefficient(self) -> float:
-        return self.term.coefficient
 
     @property
     def parts(self) -> tuple[SourcePart, ...]:

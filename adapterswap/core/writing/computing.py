@@ -104,9 +104,10 @@ def _product(block: Block, device: str, kept_rows: KeptRows) -> _Product | None:
     import torch
 
     lefts, rights = [], []  # B (out×rank) and A (rank×in), or Aᵀ and Bᵀ
-    for term, a_part, b_part in block.factors:
-        a = _tensor(a_part, device).view(a_part.tensor.shape)
-        b = _tensor(b_part, device).view(b_part.tensor.shape) * (term.coefficient * term.lora.scale)
+    for pair in block.factors:
+        term = pair.term
+        a = _tensor(pair.a, device).view(pair.a.tensor.shape)
+        b = _tensor(pair.b, device).view(pair.b.tensor.shape) * (term.coefficient * term.lora.scale)
         rows = kept_rows.get((term.side, term.lora.name))
         if rows is not None:
             b *= torch.from_numpy(rows).to(device)[:, None]
@@ -134,7 +135,7 @@ def _is_summed_by_torch(slot: Slot, span: Span, device: str) -> bool:
 
 
 def needs_torch(slot: Slot, span: Span, device: str) -> bool:
-    """Whether a span of a slot cannot be computed without torch, by which PEFT computes, too."""
+    """Whether computing a span of a slot needs torch: for our own sum, or because PEFT computes with it."""
     return bool(span.opaque) or _is_summed_by_torch(slot, span, device)
 
 
