@@ -29,7 +29,7 @@ class TerminationHandler:
     """What this process does on SIGTERM; a process that a library forks from it ends at once, as by default.
 
     A forked process that waits for a lock can miss a handler written in Python, and `multiprocessing.Pool`, which
-    lm-evaluation-harness uses for standard errors, would wait for its end forever. See `_Fork`, too.
+    lm-evaluation-harness uses for standard errors, would wait for its end forever. `_Fork` covers the moment before.
     """
 
     def __init__(self, act: Callable[[], object]) -> None:

@@ -752,7 +752,7 @@ def _unfused(plan: Plan, f: Facts) -> Found:
     if not f.fused:
         return
 
-    # Those that the composition leaves to the base count, too.
+    # Modules that the composition leaves to the base are counted as well.
     fused = [name for name in plan.modules if ModuleKeys(name).is_fused]
 
     reasons = []
