@@ -216,6 +216,7 @@ def test_a_recipe_equals_the_options(run: Callable[..., Result], math: Path, swa
         (["compse"], "No such command 'compse'. Did you mean 'compose'?"),
         (["recipes", "validat"], "Did you mean 'validate'?"),
         (["compose", "--metod", "ties"], "No such option '--metod'. Did you mean --method?\n"),
+        (["sweep", "r.yaml", "--resume"], "No such option '--resume'. See `"),
         (["train", "sweep/llama-3.1-8b/swahili"], "is a recipe for `adapterswap sweep`, not for `adapterswap train`"),
     ],
 )

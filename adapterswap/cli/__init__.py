@@ -161,7 +161,7 @@ def _usage(error: click.UsageError) -> str:
         word = name.lstrip("-")
         near = [flag for flag in flags if word in flag[2:].split("-")]
         if not near:
-            near = _most_like(name, flags)
+            near = _most_like(word, flags)
         message = f"No such option {name!r}.{_did_you_mean(near)}"
     elif not isinstance(error, click.MissingParameter | click.BadOptionUsage) and not message.startswith(_BARE):
         return message
@@ -178,11 +178,11 @@ def _did_you_mean(names: Sequence[str]) -> str:
     return f" Did you mean {' or '.join(names)}?"
 
 
-def _most_like(name: str, flags: list[str]) -> list[str]:
-    """The flag that a mistyped one is most like, and those that are as like."""
+def _most_like(word: str, flags: list[str]) -> list[str]:
+    """The flag that a mistyped one is most like, and those that are as like; `word` is without its dashes."""
     from difflib import SequenceMatcher
 
-    ratios = {flag: SequenceMatcher(None, name, flag).ratio() for flag in flags}
+    ratios = {flag: SequenceMatcher(None, word, flag.lstrip("-")).ratio() for flag in flags}
     best = max(ratios.values(), default=0.0)
     return [flag for flag, ratio in ratios.items() if ratio >= max(best - 0.05, 0.6)]
 
