@@ -24,7 +24,7 @@ _POLICY = (
 )
 _HEADERS = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 _MOST_BYTES = 4_000_000  # of a request: a file for Evaluate, as JSON
-_FETCHED = {"/", "/config", "/theme.css", "/favicon.ico"}
+_FETCHED = {"/", "/config", "/theme.css", "/favicon.ico", "/manifest.json"}
 _FETCHED |= {f"/gradio_api/{name}" for name in ("info", "info/", "app_id", "queue/data", "startup-events")}
 _BELOW = ("/assets/", "/static/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/file=")
 _POSTED = {"/studio/answer", *(f"/gradio_api/{name}" for name in ("run/predict", "queue/join", "cancel", "reset"))}

@@ -99,16 +99,12 @@ def visit(context: Any, served: Served) -> Iterator[Visit]:
     said: list[str] = []
     pages = []
 
-    def is_error(message: Any) -> bool:
-        # Gradio's page names a manifest.json for applications that can be installed, which this one is not.
-        return message.type == "error" and "manifest.json" not in message.text + message.location["url"]
-
     def opened(query: str = "", *, url: str = served.url, width: int = 1280, scheme: str = "light") -> Any:
         page = context.new_page()
         pages.append(page)
         page.set_viewport_size({"width": width, "height": 900})
         page.emulate_media(color_scheme=scheme)
-        page.on("console", lambda message: said.append(message.text) if is_error(message) else None)
+        page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("dialog", lambda dialog: said.append(dialog.message))
         page.on(
