@@ -77,6 +77,7 @@ def test_the_data_are_those_of_the_script(monkeypatch: pytest.MonkeyPatch, tmp_p
         assert file.read_bytes() == (EXAMPLE / "data" / file.name).read_bytes(), file.name
 
 
+@pytest.mark.full  # tests/experiments/evaluation compares with plain loops over pico models
 def test_an_evaluation_is_a_plain_loop_over_whole_texts(base: Path, tokenizer: Any, model: Any, tmp_path: Path) -> None:
     tasks = write_task(tmp_path / "tasks", "development", each=1)
     name = "word_problems_development_fr"
@@ -194,6 +195,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert missing.value.parameter == "experts"
 
 
+@pytest.mark.full  # tests/experiments/training compares steps with plain torch, and rows with TRL
 @pytest.mark.slow
 def test_eight_steps_are_those_of_plain_trl(base: Path, tokenizer: Any, tmp_path: Path) -> None:
     """The same rows in the same steps, by TRL's own trainer and logits: the losses agree up to rounding.
