@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from click.core import ParameterSource
 from adapterswap.cli.output import note, note_output, only_warnings, print_json, working
 from adapterswap.cli.signature import Options
 from adapterswap.kit.errors import AdapterswapError, ArgumentError
-from adapterswap.kit.processes import Processes
+from adapterswap.kit.processes import Processes, TerminationHandler
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -311,12 +313,15 @@ def one_voice() -> Iterator[None]:
     """Let only one process print an error.
 
     The launcher stops all processes as soon as one of them exits, so the others wait until the error is printed. A
-    process that is still running after the wait is the only one with the error, and raises it.
+    process that is still running after the wait is the only one with the error, and raises it. One that was stopped
+    before, while it trained and only took note of that, has nothing to wait for.
     """
     try:
         yield
     except (AdapterswapError, click.UsageError):
         if not Processes.first_to_report():
+            if TerminationHandler.received:
+                sys.exit(128 + signal.SIGTERM)
             time.sleep(_GRACE)
         raise
 

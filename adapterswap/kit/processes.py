@@ -30,12 +30,18 @@ class TerminationHandler:
 
     A forked process that waits for a lock can miss a handler written in Python, and `multiprocessing.Pool`, which
     lm-evaluation-harness uses for standard errors, would wait for its end forever. `_Fork` covers the moment before.
+
+    Attributes:
+        received: whether this process has received the signal, whatever it did then.
     """
+
+    received = False
 
     def __init__(self, act: Callable[[], object]) -> None:
         self.act = act
 
     def __call__(self, number: int, frame: object) -> None:
+        TerminationHandler.received = True
         self.act()
 
 
