@@ -15,10 +15,10 @@ from adapterswap.kit.errors import BaseModelError, DependencyError, Problems, Ru
 from adapterswap.kit.files.text import read_json
 from adapterswap.kit.processes import Processes
 
-_SHORT = (
-    256  # up to here torch's kernel for attention in bfloat16 on a CPU takes 3 to 5 times as long as plain products
-)
-_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+# Up to here torch's kernel for attention in bfloat16 on a CPU takes 3 to 5 times as long as plain products.
+_SHORT = 256  # tokens
+_FLASH = "flash_attention_2"
+_ATTENTION = {_FLASH: "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
 def check_libraries(recipe: TrainRecipe) -> None:
@@ -116,22 +116,56 @@ def _zero_stage() -> int:
     return int(read_json(Path(file), kind=RunError).get("zero_optimization", {}).get("stage", 0))
 
 
-def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, device: str, dtype: str) -> Any:
-    """Load the model with the recipe's dtype, attention and quantization.
+def attention_of(model: Any, options: TrainingOptions, *, device: str, dtype: str) -> str | None:
+    """The attention to request from transformers for a model, which may be without weights; None if it is to choose.
+
+    Raises:
+        UnsupportedError: the recipe names one that the model's class does not have, or that does not compute so.
+    """
+    named = options.attn_implementation
+    if named != "auto":
+        reason = None
+        if not _has_attention(model, named):
+            reason = f"{type(model).__name__} does not have it in transformers"
+        elif named in _ATTENTION and (device, dtype) != ("cuda", "bfloat16"):
+            reason = f"it computes in bfloat16 on CUDA, and this run in {dtype} on {device}"
+        if reason is not None:
+            raise UnsupportedError(
+                f"training.attn_implementation is {named}: {reason}",
+                "Choose auto, or eager",
+                parameter="training.attn_implementation",
+            )
+        return named
+
+    if dtype != "bfloat16":
+        return None
+    if device == "cuda" and find_spec(_ATTENTION[_FLASH]) is not None and _has_attention(model, _FLASH):
+        return _FLASH
+    if device == "cpu" and options.max_length <= _SHORT:
+        return "eager"
+    return None
+
+
+def _has_attention(model: Any, name: str) -> bool:
+    """Whether the model's class has this attention in transformers, and not another kernel in its place."""
+    if name == "eager":
+        return True
+    if name == "sdpa":
+        return bool(model._supports_sdpa)
+    kernels = getattr(model, "_compatible_flash_implementations", None)
+    return bool(model._supports_flash_attn) and (kernels is None or name in kernels)
+
+
+def load_trainable(base: OpenedBase, recipe: TrainRecipe, *, attention: str | None, dtype: str) -> Any:
+    """Load the model with the recipe's dtype and quantization, and this attention; see `attention_of`.
 
     With an adapter, the base has the dtype of the computation. Without one, the trained weights have
     training.weight_dtype and are rounded to that dtype during the computation.
     """
     options = recipe.training
     choices: dict[str, Any] = {}
-
-    # Which attention to request from transformers; without a request it chooses.
-    if options.attn_implementation != "auto":
-        choices["attn_implementation"] = options.attn_implementation
-    elif dtype == "bfloat16" and device == "cuda" and find_spec("flash_attn") is not None:
-        choices["attn_implementation"] = "flash_attention_2"
-    elif dtype == "bfloat16" and device == "cpu" and options.max_length <= _SHORT:
-        choices["attn_implementation"] = "eager"
+    if attention is not None:
+        choices["attn_implementation"] = attention
     if options.kernels:
         choices["use_kernels"] = True
     if recipe.adapter.method == "none":

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapterswap.experiments.training.base import (
+    attention_of,
     bfloat16_speedup,
     check_libraries,
     device_and_dtype,
@@ -168,7 +169,9 @@ def train(
         checkpoints.tidied(keep=not processes.main),
     ):
         bar = bars.row("opening the base")
-        prepared = _prepare(recipe, scratch, processes.count, device, trust_task_code=trust_task_code, tell=bar.begin)
+        prepared = _prepare(
+            recipe, scratch, processes.count, device, dtype, trust_task_code=trust_task_code, tell=bar.begin
+        )
 
         # Without checkpoints, what TRL itself writes goes to the temporary folder.
         saves = bool(recipe.training.save_every_samples)
@@ -211,6 +214,7 @@ class _Prepared:
     recipe: TrainRecipe
     base: OpenedBase
     model: Any
+    attention: str | None
     start: Start | None
     targets: TrainingTargets
     data: Data
@@ -238,6 +242,7 @@ def _prepare(
     scratch: Path,
     processes: int,
     device: str,
+    dtype: str,
     *,
     trust_task_code: bool,
     tell: Callable[[str], None],
@@ -252,6 +257,7 @@ def _prepare(
     # A model without weights is enough to report a wrong name before rows and weights are read.
     base = OpenedBase.open(recipe.base_model)
     model = base.empty_model()
+    attention = attention_of(model, recipe.training, device=device, dtype=dtype)
     start = None
     if recipe.start is not None:
         start = open_start(recipe.start, base, model, scratch)
@@ -271,7 +277,7 @@ def _prepare(
 
         tell("reading the selection's tasks")
         examination = examine(recipe, base, trust_task_code=trust_task_code)
-    return _Prepared(recipe, base, model, start, targets, data, rows, parts, steps, examination, head)
+    return _Prepared(recipe, base, model, attention, start, targets, data, rows, parts, steps, examination, head)
 
 
 class _Run:
@@ -300,7 +306,7 @@ class _Run:
         self._stopping = Stopping(processes)
 
         bar.begin("loading the base")
-        model = load_trainable(prepared.base, recipe, device=device, dtype=dtype)
+        model = load_trainable(prepared.base, recipe, attention=prepared.attention, dtype=dtype)
         head = self._head_for(model)
         if start and start.on_top:
             model = put_below(model, start.adapter, quantized=recipe.quantization is not None)
@@ -523,7 +529,9 @@ def estimate(
     with isolated(), scratch_folder("training") as scratch:
         options, processes = recipe.training, Processes.started()
         device, dtype = device_and_dtype(options)
-        prepared = _prepare(recipe, scratch, processes, device, trust_task_code=trust_task_code, tell=lambda step: None)
+        prepared = _prepare(
+            recipe, scratch, processes, device, dtype, trust_task_code=trust_task_code, tell=lambda step: None
+        )
         base, start, targets = prepared.base, prepared.start, prepared.targets
         data, steps = prepared.data, prepared.steps
 

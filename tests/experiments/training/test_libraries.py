@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LAYERS
+import transformers
+from conftest import LAYERS, SMALL
 from refusals import refused
 from safetensors.torch import load_file
 from tolerances import near
@@ -17,10 +18,10 @@ from tolerances import near
 from adapterswap.core import OpenedBase
 from adapterswap.core.experts.adapter import open_adapter
 from adapterswap.experiments.training import TrainRecipe, estimate, train
-from adapterswap.experiments.training.base import load_trainable
-from adapterswap.kit.errors import DependencyError, FieldError
+from adapterswap.experiments.training.base import attention_of, load_trainable
+from adapterswap.kit.errors import DependencyError, FieldError, UnsupportedError
 
-from .conftest import echo_rows, make_expert
+from .conftest import echo_rows, make_expert, word_tokenizer
 
 MakeRecipe = Callable[..., TrainRecipe]
 
@@ -87,8 +88,53 @@ def test_short_rows_in_bfloat16_have_plain_attention_on_a_cpu(
 ) -> None:
     """Whose backward pass takes a fraction of the time there."""
     recipe = make_recipe(training={"max_length": max_length})
-    model = load_trainable(OpenedBase.open(recipe.base_model), recipe, device="cpu", dtype=dtype)
+    base = OpenedBase.open(recipe.base_model)
+    requested = attention_of(base.empty_model(), recipe.training, device="cpu", dtype=dtype)
+    model = load_trainable(base, recipe, attention=requested, dtype=dtype)
     assert model.config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        (transformers.LlamaForCausalLM, "flash_attention_2"),
+        (transformers.BloomForCausalLM, None),
+        (transformers.MambaForCausalLM, None),
+        (transformers.Llama4ForCausalLM, None),
+        (transformers.GptOssForCausalLM, None),  # transformers would fetch another kernel from the Hub
+    ],
+)
+def test_flash_attention_is_for_classes_that_have_it(
+    kind: Any, attention: str | None, make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("adapterswap.experiments.training.base.find_spec", lambda name: name)  # all is installed
+    options = make_recipe().training
+    assert attention_of(kind, options, device="cuda", dtype="bfloat16") == attention
+    assert attention_of(kind, options, device="cuda", dtype="float32") is None
+
+    named = make_recipe(training={"attn_implementation": "flash_attention_2"}).training
+    if attention is None:
+        with refused(UnsupportedError, "training.attn_implementation"):
+            attention_of(kind, named, device="cuda", dtype="bfloat16")
+    else:
+        assert attention_of(kind, named, device="cuda", dtype="bfloat16") == attention
+    for device, dtype in (("cuda", "float32"), ("cpu", "bfloat16")):
+        with refused(UnsupportedError, "training.attn_implementation"):
+            attention_of(kind, named, device=device, dtype=dtype)
+
+
+def test_an_attention_that_the_class_lacks_stops_a_dry_run(tmp_path: Path, make_recipe: MakeRecipe) -> None:
+    base = tmp_path / "gemma2"
+    config = transformers.Gemma2Config(**SMALL, head_dim=8)
+    transformers.Gemma2ForCausalLM(config).save_pretrained(base)
+    word_tokenizer().save_pretrained(base)
+    options = {"attn_implementation": "eager", "max_steps": 1}
+    train(make_recipe(base_model=str(base), training=options), out_path=tmp_path / "eager")
+
+    recipe = make_recipe(base_model=str(base), training=options | {"attn_implementation": "sdpa"})
+    for attempt in (lambda: estimate(recipe), lambda: train(recipe, out_path=tmp_path / "expert")):
+        with refused(UnsupportedError, "training.attn_implementation"):
+            attempt()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
