@@ -227,8 +227,8 @@ class TrainingOptions(Declared, finite=True):
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = field(
         default="auto",
-        description="In bfloat16, auto is flash_attention_2 on CUDA if flash_attn is installed and the model has it, and "
-        "eager on a CPU if max_length is at most 256; else it is transformers' own choice (sdpa if the model has it).",
+        description="In bfloat16, auto is flash_attention_2 on CUDA if flash_attn is installed and the model has it, "
+        "and eager on a CPU if max_length is at most 256; else transformers chooses (sdpa if the model has it).",
     )
     torch_compile: bool = field(default=False, description="Compile the model: a slow start, then faster steps.")
     kernels: bool = field(
