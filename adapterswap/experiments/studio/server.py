@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,22 +93,35 @@ def _launch(
         button_primary_background_fill="*primary_600",
         button_primary_background_fill_hover="*primary_700",
     )
-    port = port or _free_port(host)  # late, so that no other process takes it meanwhile
-    try:
-        _, url, _ = page.launch(
-            server_name=host, server_port=port, share=False, inbrowser=open_browser, inline=False, quiet=True,
-            prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
-            mcp_server=False, enable_monitoring=False, run_history=False, allowed_paths=[str(folder)],
-            show_error=False, max_threads=64,
-            app_kwargs={"middleware": guards(host, framed_by), "routes": page.studio_routes},
-        )  # fmt: skip
-    except OSError:  # Gradio's message names its own settings
+
+    # Another process may take a free port before the page has begun: then the next one serves.
+    ports = _free_ports(host)
+    if port is not None:
+        ports = iter([port])
+    for chosen in ports:
+        try:
+            _, url, _ = page.launch(
+                server_name=host, server_port=chosen, share=False, inbrowser=open_browser, inline=False, quiet=True,
+                prevent_thread_lock=True, footer_links=[], theme=theme, css=page_css(), ssr_mode=False, pwa=False,
+                mcp_server=False, enable_monitoring=False, run_history=False, allowed_paths=[str(folder)],
+                show_error=False, max_threads=64,
+                app_kwargs={"middleware": guards(host, framed_by), "routes": page.studio_routes},
+            )  # fmt: skip
+        except OSError:  # Gradio's message names its own settings
+            continue
+        return page, url
+
+    if port is None:
         raise RunError(
-            f"Cannot serve the page on {host}, port {port}: the port is taken, or the address is not local",
-            "Pass another `port` or `host`",
+            f"Ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}",
+            "Pass another `port`",
             parameter="port",
-        ) from None
-    return page, url
+        )
+    raise RunError(
+        f"Cannot serve the page on {host}, port {port}: the port is taken, or the address is not local",
+        "Pass another `port` or `host`",
+        parameter="port",
+    )
 
 
 def _inside_a_loop(function: Callable[[], _Result]) -> _Result:
@@ -129,13 +142,13 @@ def _inside_a_loop(function: Callable[[], _Result]) -> _Result:
         loop.close()
 
 
-def _free_port(host: str) -> int:
-    """The first free port. Gradio's own search leaves sockets open."""
+def _free_ports(host: str) -> Iterator[int]:
+    """The ports that are free. Gradio's own search leaves sockets open."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in range(_FIRST_PORT, _FIRST_PORT + 100):
-        with socket.socket(family) as tried, suppress(OSError):
-            tried.bind((host, port))
-            return port
-    raise RunError(
-        f"Ports {_FIRST_PORT} to {_FIRST_PORT + 99} are all taken on {host}", "Pass another `port`", parameter="port"
-    )
+        with socket.socket(family) as tried:
+            try:
+                tried.bind((host, port))
+            except OSError:
+                continue
+        yield port
