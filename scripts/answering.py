@@ -44,7 +44,6 @@ RUNNING: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "dots1": {"num_experts_per_tok": 2},
-    "glm_moe_dsa": {"index_topk": 64},  # more than a row has tokens: of equal scores, any may be among the first few
 }
 WAYS = ("pico_write", "pico_choose")
 LETTERS = [chr(0x4E00 + place) for place in range(93)]  # none of which is a space or a mark
@@ -93,6 +92,9 @@ def build(model_type: str) -> Any:
         rope["mrope_section"] = [1, 1, 2]  # of the half of a head's eight dimensions
     for name, value in RUNNING.get(model_type, {}).items():
         setattr(config, name, value)
+    for part in (config, config.get_text_config()):
+        if getattr(part, "index_topk", None):
+            part.index_topk = 64  # more than a row has tokens: of equal scores, any may be among the first few
     if getattr(config.get_text_config(), "n_group", None):
         config.get_text_config().n_group = config.get_text_config().topk_group = 1  # of four experts
     auto = language_model_class(config, model_type)
