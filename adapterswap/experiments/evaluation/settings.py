@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from adapterswap.kit.files.readers import field
 from adapterswap.kit.files.text import expand
 
 ENGINES = ("transformers", "vllm")
+_MOST_DOCUMENTS = 2**53  # beyond it a float is no exact count
 _PASSING = ("__pycache__", ".")  # prefixes of caches and hidden files
 
 
@@ -153,10 +153,10 @@ class Settings:
 
         # Numbers. The harness would take 0 as no limit at all, and 2.5 as 2.
         limit = self.limit
-        if limit is not None and not (0 < limit < 1 or (math.isfinite(limit) and limit >= 1 and limit == int(limit))):
+        if limit is not None and not (0 < limit < 1 or (1 <= limit < _MOST_DOCUMENTS and limit == int(limit))):
             problems.add(
                 f"`limit` is {limit:g}, which is neither a whole number of documents nor a fraction of them",
-                "Pass a whole number of 1 or more, or a fraction between 0 and 1",
+                "Pass a whole number from 1 to 2⁵³, or a fraction between 0 and 1",
                 parameter="limit",
             )
         for name, value in (("batch_size", self.batch_size), ("max_gen_toks", self.max_gen_toks)):

@@ -6,6 +6,7 @@ them. Nothing is printed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -90,8 +91,13 @@ class Estimate:
             tokens_per_second: how fast the engine generates, in all requests together.
 
         Raises:
+            ArgumentError: `tokens_per_second` is not a number above 0.
             AdapterswapError: see `Exam.preview` and `check_out_path`.
         """
+        if tokens_per_second is not None and not 0 < tokens_per_second < math.inf:
+            raise ArgumentError(
+                f"`tokens_per_second` is {tokens_per_second:g}", "Pass a number above 0", parameter="tokens_per_second"
+            )
         findings = Findings()
         if out_path is not None:
             findings = check_out_path(out_path, prepared.described, overwrite=overwrite, inputs=prepared.inputs)

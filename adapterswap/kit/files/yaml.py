@@ -19,7 +19,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError, Problems, did_you_mean
+from adapterswap.kit.errors import ArgumentError, FieldError, NotFoundError, Problems, check_type, did_you_mean
 from adapterswap.kit.files.declared import Declared
 from adapterswap.kit.files.text import expand, read_small, shown
 
@@ -338,6 +338,7 @@ def apply_overrides(content: dict[str, Any], overrides: Iterable[str]) -> dict[s
 
     content = copy.deepcopy(content)
     for override in overrides:
+        check_type(override, str, "overrides", "Pass texts such as training.seed=1")
         path, equals, text = override.partition("=")
         if not equals or not path:
             raise ArgumentError(

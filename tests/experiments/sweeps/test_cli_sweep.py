@@ -55,6 +55,8 @@ def test_a_dry_run_counts_and_does_nothing(run: Call, file: Path, tmp_path: Path
     paced = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--limit", 2, "--tokens-per-second", 0.1)
     assert "up to 12 min for the answers" in paced.stdout
     assert run("sweep", file, "-o", tmp_path / "run", "--tokens-per-second", 5).exit_code == 2
+    odd = run("sweep", file, "-o", tmp_path / "run", "--dry-run", "--limit", 2, "--tokens-per-second", "nan")
+    assert (odd.exit_code, odd.stdout) == (2, "")
 
 
 def test_cells_shared_by_rows_are_judged_once(

@@ -219,6 +219,11 @@ def test_overrides_without_a_target(override: str) -> None:
         apply_overrides({"a": {"b": [1, {"c": 2}]}}, [override])
 
 
+def test_overrides_are_texts() -> None:
+    with refused(ArgumentError, "overrides"):
+        apply_overrides({"a": 1}, b"a=2")
+
+
 def test_values_are_shown_shortly(tmp_path: Path) -> None:
     deep: Any = "x" * 10_000
     for _ in range(30):
