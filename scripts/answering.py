@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import examining
 import torch
-from architectures import LARGEST, LAYERS, pico_config
+from architectures import LARGEST, LAYERS, attend_to_all, pico_config
 from tokenizers import Tokenizer, decoders, models
 from tolerances import tolerance
 from transformers import PreTrainedTokenizerFast
@@ -92,9 +92,7 @@ def build(model_type: str) -> Any:
         rope["mrope_section"] = [1, 1, 2]  # of the half of a head's eight dimensions
     for name, value in RUNNING.get(model_type, {}).items():
         setattr(config, name, value)
-    for part in (config, config.get_text_config()):
-        if getattr(part, "index_topk", None):
-            part.index_topk = 64  # more than a row has tokens: of equal scores, any may be among the first few
+    attend_to_all(config)
     if getattr(config.get_text_config(), "n_group", None):
         config.get_text_config().n_group = config.get_text_config().topk_group = 1  # of four experts
     auto = language_model_class(config, model_type)

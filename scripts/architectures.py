@@ -76,6 +76,13 @@ def pico_config(model_type: str) -> Any:
     return config.from_dict({**smaller(config().to_dict()), **SPECIAL.get(model_type, {})})
 
 
+def attend_to_all(config: Any) -> None:
+    """Let sparse attention choose all tokens of a row: of equal scores, any may be among the first few."""
+    for part in (config, config.get_text_config()):
+        if getattr(part, "index_topk", None):
+            part.index_topk = 64  # more than a row has tokens
+
+
 def build(task: str, model_type: str, folder: Path) -> PreTrainedModel:
     """Save the pico model, with random weights."""
     names = TASKS[task][model_type]

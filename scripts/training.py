@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import examining
 import torch
-from architectures import LARGEST, pico_config
+from architectures import LARGEST, attend_to_all, pico_config
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
@@ -73,8 +73,7 @@ def build(model_type: str, folder: Path) -> Any:
                 setattr(part, name, 0.0)
         if getattr(part, "router_aux_loss_coef", None):
             part.router_aux_loss_coef = 0.0
-        if getattr(part, "index_topk", None):
-            part.index_topk = 64  # more than a row has tokens: of equal scores, any may be among the first few
+    attend_to_all(config)
     auto = language_model_class(config, model_type)
     kind = auto._model_mapping[type(config)]
     kind = kind[0] if isinstance(kind, tuple) else kind
